@@ -1,6 +1,7 @@
 """Run of one episode, from its opening to its end."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -54,13 +55,12 @@ class EpisodeRun:
     Attributes:
       episode: Id of the episode; sampling depends on it.
       environment: Index of the episode's environment among the environments of the run.
-      place: Key of the episode in the environment pool, unique among open episodes.
+      pool_key: Key of the episode in the environment pool, unique in this process.
     """
 
     problem: Problem
     episode: int
     environment: int
-    place: int
     settings: Tools | Environment | Agent
     limits: EpisodeLimits
     sampling: Sampling
@@ -69,6 +69,7 @@ class EpisodeRun:
     pool: EnvironmentPool
     service: EngineService
     sessions: SessionBook | None = None
+    pool_key: int = field(default_factory=itertools.count().__next__)
     _turns: list[TurnRecord] = field(default_factory=list)
     _states: list[object] = field(default_factory=list)
     _metrics: dict[str, float] = field(default_factory=dict)
@@ -79,42 +80,37 @@ class EpisodeRun:
     _left_s: float | None = None
 
     @property
-    def replies(self) -> int:
-        """Number of replies that the policy has made."""
-        return len(self._turns)
-
-    @property
-    def turn_settings(self) -> Tools | Environment:
+    def _turn_settings(self) -> Tools | Environment:
         """Settings of an environment that answers turn by turn."""
         assert not isinstance(self.settings, Agent), "an agent program makes its own turns"
         return self.settings
 
     @property
-    def group_seed(self) -> int:
+    def _group_seed(self) -> int:
         """Seed of the environment; all episodes of a problem share it, so that they start in one state."""
         return _seed(self.seed, self.problem.prompt_id, 0)
 
-    async def finished(self) -> Finished:
+    async def play(self) -> Finished:
         """Run the episode to its end: as an agent program, or turn by turn."""
-        return await (self.agent() if isinstance(self.settings, Agent) else self.turns())
+        return await (self._play_agent() if isinstance(self.settings, Agent) else self._play_turns())
 
-    async def turns(self) -> Finished:
+    async def _play_turns(self) -> Finished:
         """Run the episode turn by turn."""
         try:
             async with asyncio.timeout(self.settings.episode_s) as self._clock:
                 stop, detail = await self._until_done(), ""
-                self._final = await asyncio.wrap_future(self.pool.finish(self.place))
+                self._final = await asyncio.wrap_future(self.pool.finish(self.pool_key))
         except EpisodeEnd as ended:
-            stop, detail = await self._settled(ended.stop, ended.detail)
+            stop, detail = await self._fetch_final(ended.stop, ended.detail)
         except EnvironmentFailure as failure:
             stop, detail = _failed(failure)
         except TimeoutError:
             stop, detail = "episode_timeout", f"over {self.settings.episode_s:g} s"
             if len(self._states) > len(self._turns):  # the policy was replying, so the environment is free to answer
-                stop, detail = await self._settled(stop, detail)
+                stop, detail = await self._fetch_final(stop, detail)
         finally:
             self._clock = None
-            self.pool.drop(self.place)  # if the episode is still open there
+            self.pool.drop(self.pool_key)  # if the episode is still open there
             self.service.release(self.episode)
         return self._finished(stop, detail)
 
@@ -130,7 +126,7 @@ class EpisodeRun:
             self._clock.reschedule(asyncio.get_running_loop().time() + self._left_s)
         self._left_s = None
 
-    async def agent(self) -> Finished:
+    async def _play_agent(self) -> Finished:
         """Run the episode as an agent program; the server that answers its calls records them."""
         assert self.sessions is not None, "an agent program requires a server"
         limits = SessionLimits(
@@ -145,7 +141,7 @@ class EpisodeRun:
         try:
             async with asyncio.timeout(self.settings.episode_s) as self._clock:
                 call = self.pool.run_agent(
-                    self.place, self.environment, self.problem.record, self.group_seed, base_url, api_key
+                    self.pool_key, self.environment, self.problem.record, self._group_seed, base_url, api_key
                 )
                 score = await asyncio.wrap_future(call)
         except EnvironmentFailure as failure:
@@ -154,7 +150,7 @@ class EpisodeRun:
             stop, detail = "episode_timeout", f"over {self.settings.episode_s:g} s"
         finally:
             self._clock = None
-            self.pool.drop(self.place)
+            self.pool.drop(self.pool_key)
             recorded = self.sessions.close(self.episode)
         if stop == "environment_error" and recorded.calls and recorded.refused:  # a limit made the program fail
             stop = "turns" if "calls" in recorded.refused else "tokens_of_episode"
@@ -162,11 +158,11 @@ class EpisodeRun:
             self.problem, self.episode, self.environment, self.format, recorded, score, stop, detail
         )
 
-    async def _settled(self, stop: StopCause, detail: str) -> tuple[StopCause, str]:
+    async def _fetch_final(self, stop: StopCause, detail: str) -> tuple[StopCause, str]:
         """Fetch the final reward after a limit ended the episode; return the limit, or the environment's failure."""
         self._clock = None  # the timeout block has ended
         try:
-            self._final = await asyncio.wrap_future(self.pool.finish(self.place))
+            self._final = await asyncio.wrap_future(self.pool.finish(self.pool_key))
         except EnvironmentFailure as failure:
             return _failed(failure)
         return stop, detail
@@ -177,19 +173,19 @@ class EpisodeRun:
         Raises:
           EpisodeEnd: A limit ends the episode earlier.
         """
-        started = self.pool.start(self.place, self.environment, self.problem.record, self.group_seed)
+        started = self.pool.start(self.pool_key, self.environment, self.problem.record, self._group_seed)
         opening = await asyncio.wrap_future(started)
         conversation = self._begin(opening)
-        most, state = opening.max_tokens, opening.state
+        max_tokens, state = opening.max_tokens, opening.state
         while True:
             self._states.append(state)
             start, held_s = time.perf_counter(), self.service.held_s
-            reply = await self._reply(conversation, most)
+            reply = await self._reply(conversation, max_tokens)
             policy_s = time.perf_counter() - start - (self.service.held_s - held_s)
             self._turns.append(TurnRecord(reply, policy_s=policy_s))
             self._check_reply(reply)
             start = time.perf_counter()
-            observation = await asyncio.wrap_future(self.pool.step(self.place, reply))
+            observation = await asyncio.wrap_future(self.pool.step(self.pool_key, reply))
             self._note(observation, time.perf_counter() - start)
             if observation.done:
                 if isinstance(self.settings, Tools):  # a reply without calls
@@ -197,7 +193,7 @@ class EpisodeRun:
                 return "done"
             self._check_turn(observation)
             self._observe(conversation, observation)
-            most, state = observation.max_tokens, observation.state
+            max_tokens, state = observation.max_tokens, observation.state
 
     def _begin(self, opening: Opening) -> Conversation:
         """Start the conversation, from the environment's messages or, if there are none, from the record's prompt."""
@@ -206,16 +202,17 @@ class EpisodeRun:
         except Refusal as error:
             raise EnvironmentFailure("wrong-type", str(error)) from error
         # The record's prompt tokens include the tools of a `Tools` setting, but not the tools of an environment class.
-        made = isinstance(self.settings, Tools) or not opening.tools
-        own = self.problem.prompt_tokens if made and not opening.messages and not opening.appended else None
+        shown = isinstance(self.settings, Tools) or not opening.tools
+        own = self.problem.prompt_tokens if shown and not opening.messages and not opening.appended else None
         *before, last = opening.messages or with_sources(self.problem.messages, self.problem.images)
-        self._opening = kept([*before, {**last, "content": _appended(last["content"], opening.appended)}])
+        messages = [*before, {**last, "content": _appended(last["content"], opening.appended)}]
+        self._opening = kept(messages)
         conversation = Conversation(
             self.format,
-            self._opening,
+            messages,
             opening.tools,
             history=self.settings.history,
-            cut_turns=self.turn_settings.cut_turns,
+            cut_turns=self._turn_settings.cut_turns,
             prompt_tokens=own,
             images=self.problem.images if own is not None else (),
         )
@@ -227,18 +224,18 @@ class EpisodeRun:
         self._conversation, self._first_tokens = conversation, tokens
         return conversation
 
-    def _room(self, conversation: Conversation) -> int:
+    def _tokens_left(self, conversation: Conversation) -> int:
         """Return the number of tokens that the episode may still add."""
         used = max(len(conversation.prompt) - self._first_tokens, 0)
         return self.limits.max_response_tokens - used
 
-    async def _reply(self, conversation: Conversation, most: int | None) -> Reply:
-        """Sample the policy's next reply."""
-        wanted = [self._room(conversation), self.settings.turn_tokens, most]
+    async def _reply(self, conversation: Conversation, max_tokens: int | None) -> Reply:
+        """Sample the policy's next reply, of at most `max_tokens` if the environment sets a limit."""
+        limits = [self._tokens_left(conversation), self.settings.turn_tokens, max_tokens]
         request = Request(
             self.episode,
             conversation.prompt,
-            max_tokens=max(1, min(limit for limit in wanted if limit is not None)),
+            max_tokens=max(1, min(limit for limit in limits if limit is not None)),
             stop_tokens=self.limits.stop_tokens,
             keep=True,
             images=conversation.images,
@@ -253,13 +250,13 @@ class EpisodeRun:
         """Raise `EpisodeEnd` if a limit or a malformed call keeps the reply from the environment."""
         assert self._conversation is not None
         if not reply.ended:
-            if self._room(self._conversation) <= 0:
+            if self._tokens_left(self._conversation) <= 0:
                 raise EpisodeEnd("tokens_of_episode")
-            if self.turn_settings.cut_turns == "end":
+            if self._turn_settings.cut_turns == "end":
                 raise EpisodeEnd("tokens_of_turn")
-        if reply.malformed and self.turn_settings.malformed_calls == "end":
+        if reply.malformed and self._turn_settings.malformed_calls == "end":
             raise EpisodeEnd("malformed_call", reply.malformed[0].detail)
-        if sum(len(turn.reply.calls) for turn in self._turns) > self.turn_settings.max_calls:
+        if sum(len(turn.reply.calls) for turn in self._turns) > self._turn_settings.max_calls:
             raise EpisodeEnd("tool_calls")
 
     def _note(self, observation: Observation, environment_s: float) -> None:
@@ -283,20 +280,20 @@ class EpisodeRun:
         """Append the environment's messages to the conversation, within the remaining token limits."""
         if not observation.messages:
             raise EnvironmentFailure("wrong-type", "it returned no message and did not end the episode")
-        left, most = self._room(conversation) - 1, self.turn_settings.observation_tokens
-        room = min(left, most)
-        inserted = conversation.observe(observation.messages, most_tokens=room) if room > 0 else 0
-        if not inserted and most < left and any(not isinstance(one["content"], str) for one in observation.messages):
+        left, limit = self._tokens_left(conversation) - 1, self._turn_settings.observation_tokens
+        most = min(left, limit)
+        inserted = conversation.observe(observation.messages, most_tokens=most) if most > 0 else 0
+        if not inserted and limit < left and any(not isinstance(one["content"], str) for one in observation.messages):
             raise EnvironmentFailure(
                 "output",
-                f"its messages with images have more than observation_tokens={most}, and images cannot be truncated",
+                f"its messages with images have more than observation_tokens={limit}, and images cannot be truncated",
             )
-        if not inserted or self._room(conversation) <= 0:
+        if not inserted or self._tokens_left(conversation) <= 0:
             raise EpisodeEnd("tokens_of_episode")
 
     def _finished(self, stop: StopCause, detail: str) -> Finished:
         rewards = [turn.reward for turn in self._turns]
-        pays = self._final is not None or not isinstance(self.settings, Tools)
+        has_reward = self._final is not None or not isinstance(self.settings, Tools)
         if self._final is not None and rewards:
             rewards[-1] += self._final
         record = EpisodeRecord(
@@ -305,7 +302,7 @@ class EpisodeRun:
             stop=stop,
             environment=self.environment,
             failure=detail,
-            environment_reward=float(sum(rewards)) if pays else None,
+            environment_reward=float(sum(rewards)) if has_reward else None,
             metrics=dict(self._metrics),
         )
         sequences = self._conversation.sequences() if self._conversation is not None and self._turns else ()

@@ -7,10 +7,10 @@ Sampled tokens depend only on seed, episode and turn, not on timing.
 import asyncio
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrlhf.agent_loop.episode_run import EpisodeLimits, EpisodeRun
 from jaxrlhf.agent_loop.open_episodes import OpenEpisodes
@@ -78,7 +78,7 @@ class AgentLoop:
         """Run `copies` episodes of each problem to their end.
 
         Args:
-          engine: Engine with its weights loaded; no other code may use it meanwhile.
+          engine: Engine with its weights loaded; no other code may use it during the call.
           seed: In [0, 2**32). Seed, problem id, copy number and turn determine a reply.
           width: T, columns of the arrays.
           progress: Called after each episode with the number of finished episodes and the total.
@@ -86,11 +86,13 @@ class AgentLoop:
         Raises:
           Diverged: The policy's logits are not finite.
         """
-        with EngineService(engine) as service, self._server(service, sampling) as sessions:
-            finished = asyncio.run(self._run(service, sessions, problems, sampling, copies, seed, progress))
-        return to_episode_batch(finished, width=width, sees=self.format.reader is not None)
+        groups = OpenGroups.begin(len(problems), seed=seed, step=0)
+        until = Round(len(problems), len(problems), due=0)
+        with closing(self._open_episodes(engine, sampling)) as episodes:
+            finished = episodes.resume_groups(problems, groups, sampling, until, copies=copies, progress=progress)
+        return self._batch(finished, width)
 
-    def go_on(
+    def resume_groups(
         self,
         engine: Engine,
         problems: Sequence[Problem],
@@ -111,21 +113,27 @@ class AgentLoop:
           Episodes of the groups that became complete in this call, in the order of `problems`.
         """
         if self._open is None:
-            serve = partial(self._server, sampling=sampling)
-            self._open = OpenEpisodes(self.episode, self.doors(_NO_BOUND), engine, serve)
+            self._open = self._open_episodes(engine, sampling)
         assert self._open.engine is engine, "episodes must continue with the engine that started them"
         try:
-            finished = self._open.go_on(problems, groups, sampling, until, copies=copies, progress=progress)
+            finished = self._open.resume_groups(problems, groups, sampling, until, copies=copies, progress=progress)
         except BaseException:
             self._open = None
             raise
-        return to_episode_batch(finished, width=width, sees=self.format.reader is not None)
+        return self._batch(finished, width)
 
     def close(self) -> None:
         """Drop open episodes and end the environments' processes."""
         if self._open is not None:
             self._open.close()
         self.pool.close()
+
+    def _open_episodes(self, engine: Engine, sampling: Sampling) -> OpenEpisodes:
+        limits = [asyncio.Semaphore(one.in_flight or _NO_BOUND) for one in choices(self.environment)]
+        return OpenEpisodes(self._episode, limits, engine, partial(self._server, sampling=sampling))
+
+    def _batch(self, finished: Sequence[Finished], width: int) -> EpisodeBatch:
+        return to_episode_batch(finished, width=width, sees=self.format.reader is not None)
 
     @contextmanager
     def _server(self, service: EngineService, sampling: Sampling) -> Iterator[SessionBook | None]:
@@ -138,36 +146,7 @@ class AgentLoop:
         with _server_class()(model, token=secrets.token_urlsafe(16), sampling=sampling) as server:
             yield server.sessions
 
-    async def _run(
-        self,
-        service: EngineService,
-        sessions: SessionBook | None,
-        problems: Sequence[Problem],
-        sampling: Sampling,
-        copies: int,
-        seed: int,
-        progress: Callable[[int, int], None],
-    ) -> list[Finished]:
-        over, total = 0, len(problems) * copies
-
-        async def play(problem: Problem, copy: int) -> Finished:
-            nonlocal over
-            number = problem.prompt_id * copies + copy
-            run = self.episode(problem, number, sampling=sampling, seed=seed, service=service, sessions=sessions)
-            async with doors[run.environment]:
-                finished = await run.finished()
-            over += 1
-            progress(over, total)
-            return finished
-
-        doors = self.doors(total)
-        return await _all([play(problem, copy) for problem in problems for copy in range(copies)])
-
-    def doors(self, episodes: int) -> list[asyncio.Semaphore]:
-        """Return a semaphore per environment that limits its open episodes; `episodes` is the limit if none is set."""
-        return [asyncio.Semaphore(one.in_flight or episodes) for one in choices(self.environment)]
-
-    def episode(
+    def _episode(
         self,
         problem: Problem,
         episode: int,
@@ -175,21 +154,14 @@ class AgentLoop:
         sampling: Sampling,
         seed: int,
         service: EngineService,
-        sessions: SessionBook | None = None,
-        place: int | None = None,
+        sessions: SessionBook | None,
     ) -> EpisodeRun:
-        """Build the run of one episode of a problem.
-
-        Args:
-          episode: Id of the episode; sampling depends on it.
-          place: Key of the episode in the environment pool; None uses the episode id.
-        """
+        """Build the run of one episode of a problem; sampling depends on the id `episode`."""
         number = choice(self.environment, problem.record)
         return EpisodeRun(
             problem=problem,
             episode=episode,
             environment=number,
-            place=episode if place is None else place,
             settings=choices(self.environment)[number],
             limits=EpisodeLimits(self.max_prompt_tokens, self.max_response_tokens, self._stops),
             sampling=sampling,
@@ -218,15 +190,3 @@ def _server_class() -> "type[Server]":
             f"an agent program calls the policy over HTTP, which requires {error.name}: pip install 'jaxrlhf[serve]'"
         ) from error
     return Server
-
-
-async def _all(coroutines: Sequence[Any]) -> list[Any]:
-    """Await all coroutines and return their results; after the first error, cancel the others and wait for them."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -1,7 +1,7 @@
-"""Partial rollouts of episodes: episodes continue across calls, and each turn is sampled by the then current policy.
+"""Groups of episodes that may continue across updates; each turn is sampled by the then current policy.
 
 Between two calls the policy may be updated. Episodes with slow tools or many turns delay no update: their next reply
-waits for the end of the update, and their tools keep running meanwhile.
+waits for the end of the update, while their tools keep running.
 """
 
 import asyncio
@@ -41,34 +41,33 @@ class OpenEpisodes:
     """Open groups of episodes, run by an event loop in a background thread.
 
     Args:
-      make: `AgentLoop.episode`, builds the run of a new episode.
-      doors: Semaphore of each environment, limits its open episodes.
-      engine: Engine that samples the replies during `go_on`; its weights may change between two calls.
+      make: Function that builds the run of a new episode.
+      limits: Semaphore of each environment, which limits its open episodes.
+      engine: Engine that samples the replies during `resume_groups`; its weights may change between two calls.
       serve: Context manager that serves agent programs and yields their sessions; their requests wait between two
-        calls of `go_on`.
+        calls of `resume_groups`.
     """
 
     def __init__(
         self,
         make: Callable[..., EpisodeRun],
-        doors: Sequence[asyncio.Semaphore],
+        limits: Sequence[asyncio.Semaphore],
         engine: Engine,
         serve: Callable[[EngineService], AbstractContextManager[SessionBook | None]],
     ) -> None:
         self.engine = engine
-        self._make, self._doors, self._service = make, doors, EngineService(engine)
+        self._make, self._limits, self._service = make, limits, EngineService(engine)
         self._service.hold()
         self._serving = ExitStack()
         self._sessions = self._serving.enter_context(serve(self._service))
         self._groups: dict[_Key, _EpisodeGroup] = {}
-        self._begun = 0
-        self._round_begins, self._between = asyncio.Event(), True
-        self._changed, self._failure = asyncio.Event(), list[BaseException]()
+        self._round_starts, self._paused = asyncio.Event(), True
+        self._changed, self._errors = asyncio.Event(), list[BaseException]()
         self._events = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._events.run_forever, name="episodes", daemon=True)
         self._thread.start()
 
-    def go_on(
+    def resume_groups(
         self,
         problems: Sequence[Problem],
         groups: OpenGroups,
@@ -82,7 +81,7 @@ class OpenEpisodes:
 
         Args:
           until: End of the round; groups that ended in earlier rounds count as complete.
-          progress: Called as episodes end, with the number of complete groups and of all groups.
+          progress: Called as episodes end, with the number of finished episodes and the total.
 
         Returns:
           Episodes of the groups that became complete in this call, in the order of `problems`.
@@ -118,67 +117,55 @@ class OpenEpisodes:
         copies: int,
         progress: Callable[[int, int], None],
     ) -> list[Finished]:
-        begun_P = groups.begun_P.tolist()
-        keys = [(problem.prompt_id, begun) for problem, begun in zip(problems, begun_P, strict=True)]
+        keys = [(problem.prompt_id, step) for problem, step in zip(problems, groups.begun_P.tolist(), strict=True)]
         open_keys = [key for key, ended in zip(keys, groups.ended_P.tolist(), strict=True) if not ended]
         await self._drop([key for key in self._groups if key not in {*open_keys}])
         for problem, key, seed in zip(problems, keys, groups.seed_P.tolist(), strict=True):
             if key in {*open_keys} and key not in self._groups:
-                self._groups[key] = self._begin(problem, copies, sampling, seed)
+                self._groups[key] = self._start(problem, copies, sampling, seed)
 
         def enough() -> bool:
             over = {key for key, group in self._groups.items() if group.over}
-            complete_P = groups.ended_P | np.array([key in over for key in keys])
-            progress(int(complete_P.sum()), len(problems))
+            complete_P = groups.ended_P | np.array([key in over for key in keys], bool)
+            done = sum(task.done() for group in self._groups.values() for task in group.tasks)
+            progress(copies * int(groups.ended_P.sum()) + done, copies * len(problems))
             return until.over(complete_P, groups.begun_P)
 
         self._each(EpisodeRun.start_clock)
         self._service.resume()
-        self._between = False
-        self._round_begins.set()  # wakes the replies that wait for the round
-        self._round_begins.clear()
+        self._paused = False
+        self._round_starts.set()  # wakes the episodes that wait for the round
+        self._round_starts.clear()
         try:
             while not enough():
                 self._changed.clear()
                 await self._changed.wait()
-                if self._failure:
-                    raise self._failure[0]
+                if self._errors:
+                    raise self._errors[0]
         finally:
-            self._between = True
+            self._paused = True
             self._each(EpisodeRun.stop_clock)
             await asyncio.to_thread(self._service.hold)
         ended = [key for key in open_keys if self._groups[key].over]
         return [task.result() for key in ended for task in self._groups.pop(key).tasks]
 
-    def _begin(self, problem: Problem, copies: int, sampling: Sampling, seed: int) -> _EpisodeGroup:
-        runs = []
-        for copy in range(copies):
-            self._begun += 1
-            run = self._make(
-                problem,
-                problem.prompt_id * copies + copy,
-                sampling=sampling,
-                seed=seed,
-                service=self._service,
-                sessions=self._sessions,
-                # Negative, because evaluation may run episodes with keys from 0 on between two rounds.
-                place=-self._begun,
-            )
-            runs.append(run)
+    def _start(self, problem: Problem, copies: int, sampling: Sampling, seed: int) -> _EpisodeGroup:
+        how = {"sampling": sampling, "seed": seed, "service": self._service, "sessions": self._sessions}
+        runs = [self._make(problem, problem.prompt_id * copies + copy, **how) for copy in range(copies)]
         tasks = [asyncio.create_task(self._play(run)) for run in runs]
         for task in tasks:
             task.add_done_callback(self._note)
         return _EpisodeGroup(runs, tasks)
 
     async def _play(self, run: EpisodeRun) -> Finished:
-        async with self._doors[run.environment]:
-            while self._between:  # else the episode's time limit would run while the engine is held
-                await self._round_begins.wait()
-            return await run.finished()
+        async with self._limits[run.environment]:
+            while self._paused:  # else the episode's time limit would run while the engine is held
+                await self._round_starts.wait()
+            return await run.play()
 
     def _note(self, task: "asyncio.Task[Finished]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._failure.append(error)
+            self._errors.append(error)
         self._changed.set()
 
     def _each(self, act: Callable[[EpisodeRun], None]) -> None:

@@ -1,7 +1,7 @@
 """Prompts and demonstrations of episodes: the tools that prompts show, and the tokens of multi-turn solutions."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +13,7 @@ from jaxrlhf.conversations.template_facts import check_template
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.episode import EnvironmentFailure, Message, ToolSchema
 
-_ASKED: Message = {"role": "user", "content": "?"}
+_QUESTION: Message = {"role": "user", "content": "?"}
 
 
 class EpisodePrompts:
@@ -54,28 +54,20 @@ class EpisodePrompts:
                 messages.append(message)
                 continue
             if ids:
-                between = self._between(messages, tools, ended_by=ids[-1])
+                with _refused():
+                    between = self._format.delta(messages, tools, ended_by=ids[-1])
                 ids, mask, messages = [*ids, *between], [*mask, *[False] * len(between)], []
-            reply = self._written(message, tools)
+            reply = self._reply_tokens(message, tools)
             ids, mask = [*ids, *reply], [*mask, *[True] * len(reply)]
         return ids, mask
 
-    def _between(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, ended_by: int) -> Sequence[int]:
-        """Return the tokens between two replies of a demonstration."""
-        try:
-            return self._format.delta(messages, tools, ended_by=ended_by)
-        except EnvironmentFailure as error:
-            raise Refusal(f"the chat template cannot render a demonstration: {error.detail}") from error
-
-    def _written(self, message: Message, tools: Sequence[ToolSchema]) -> Sequence[int]:
+    def _reply_tokens(self, message: Message, tools: Sequence[ToolSchema]) -> Sequence[int]:
         """Return the tokens that the policy would sample to write a message, including its end-of-turn token."""
         template = self._format.template
-        try:
+        with _refused():
             [rendered] = self._format.template_messages([message])
-            opened = template.render([_ASKED], tools, open_reply=True)
-            whole = template.render([_ASKED, rendered], tools, open_reply=False)
-        except EnvironmentFailure as error:
-            raise Refusal(f"the chat template cannot render a demonstration: {error.detail}") from error
+            opened = template.render([_QUESTION], tools, open_reply=True)
+            whole = template.render([_QUESTION, rendered], tools, open_reply=False)
         if not whole.startswith(opened):
             raise Refusal(
                 "the tokenizer's chat template renders an assistant message differently from an opened assistant "
@@ -89,6 +81,15 @@ class EpisodePrompts:
                 "chat template"
             )
         return ids[: ends[0] + 1]
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Turn an error of the chat template into a refusal of the demonstration."""
+    try:
+        yield
+    except EnvironmentFailure as error:
+        raise Refusal(f"the chat template cannot render a demonstration: {error.detail}") from error
 
 
 def tools_shown(environment: AnyEnvironment) -> list[Sequence[ToolSchema]]:

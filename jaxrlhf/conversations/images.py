@@ -9,7 +9,7 @@ from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
 from jaxrlhf.conversations.rendering import mapped, texts_in
 from jaxrlhf.data.image_prompts import in_place, mark_of, referred
-from jaxrlhf.data.images import MARK, ImageReader, placed
+from jaxrlhf.data.images import MARK, ImageReader, check_pixels, placed
 from jaxrlhf.episode import EnvironmentFailure, Message, ShownImage
 
 _MESSAGES = "the messages of an environment"
@@ -51,9 +51,12 @@ def written(
       write: Function from the messages, and `rewritten` as in `ChatFormat.prompt`, to tokens.
 
     Raises:
-      EnvironmentFailure: An image is damaged, there is no reader, or the chat template does not show each image.
+      EnvironmentFailure: An image is damaged, the images have too many pixels together, there is no reader, or the
+        chat template does not show each image.
     """
     try:
+        if reader is not None:
+            check_pixels([url for url in map(str, sources) if url.startswith("data:")], place=_MESSAGES)
         return shown(referred(sources, reader, place=_MESSAGES), reader, partial(write, told), place=_MESSAGES)
     except Refusal as refusal:
         raise EnvironmentFailure("wrong-type", str(refusal)) from refusal

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import math
 import numbers
 import re
 import sys
@@ -21,9 +20,9 @@ from jaxrlhf.episode import (
     ToolSchema,
 )
 from jaxrlhf.pictures import upright_rgb
+from jaxrlhf.processes.plain import is_finite, is_number, short_repr
 
-LARGEST_REWARD = 3.4028234663852886e38  # largest float32
-SPEAKERS = ("user", "tool", "system")
+ROLES = ("user", "tool", "system")
 ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 
 
@@ -60,7 +59,7 @@ def opening(value: Any, limit: int) -> Opening:
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):  # as from gymnasium
         value = value[0]
     if value is None or isinstance(value, str) or _is_picture(value):
-        value = Opening([] if value is None else _said(value))
+        value = Opening([] if value is None else _as_messages(value))
     elif not isinstance(value, Opening) and _is_list(value):
         value = Opening(value)
     if not isinstance(value, Opening):
@@ -69,8 +68,8 @@ def opening(value: Any, limit: int) -> Opening:
     tools = [_schema(tool, size) for tool in _list(value.tools, "Opening.tools")]
     if not isinstance(value.appended, str):
         raise wrong("Opening.appended is", value.appended, "a text")
-    said = messages(value.messages, (*SPEAKERS, "assistant"), size)
-    return Opening(said, tools, size.text(value.appended), _anchor(value.state, size), _budget(value, "Opening"))
+    sent = messages(value.messages, (*ROLES, "assistant"), size)
+    return Opening(sent, tools, size.text(value.appended), _anchor(value.state, size), _budget(value, "Opening"))
 
 
 def observation(value: Any, limit: int) -> Observation:
@@ -81,37 +80,37 @@ def observation(value: Any, limit: int) -> Observation:
     """
     if isinstance(value, tuple) and len(value) in (3, 5):
         truncated = value[3] if len(value) == 5 else False
-        value = Observation(_said(value[0]), value[1], done=value[2], truncated=truncated)
+        value = Observation(_as_messages(value[0]), value[1], done=value[2], truncated=truncated)
     elif isinstance(value, str) or _is_picture(value):
-        value = Observation(_said(value))
+        value = Observation(_as_messages(value))
     if not isinstance(value, Observation):
         raise wrong("step returned", value, "an Observation, a text, or (text, reward, done)")
     size = Size(limit)
-    said = messages(value.messages, SPEAKERS, size)
+    sent = messages(value.messages, ROLES, size)
     done, truncated = _flag(value.done, "done"), _flag(value.truncated, "truncated")
-    if not (said or done or truncated):
+    if not (sent or done or truncated):
         raise EnvironmentFailure("wrong-type", "step returned no message, and the episode is not over")
     if not isinstance(value.metrics, Mapping):
         raise wrong("Observation.metrics is", value.metrics, "a mapping of numbers")
     metrics = {size.text(str(name)): number(one, f"metric {name}") for name, one in value.metrics.items()}
     most, calls = _budget(value, "Observation"), [_call(call, size) for call in _list(value.calls, "Observation.calls")]
     return Observation(
-        said, number(value.reward, "the reward"), done, truncated, _anchor(value.state, size), metrics, most, calls
+        sent, number(value.reward, "the reward"), done, truncated, _anchor(value.state, size), metrics, most, calls
     )
 
 
-def messages(value: Any, speakers: Sequence[str], size: Size) -> list[Message]:
+def messages(value: Any, roles: Sequence[str], size: Size) -> list[Message]:
     """Convert messages to plain data for chat templates.
 
     Raises:
-      EnvironmentFailure: The value is not a list of messages, or the role of a message is not in `speakers`.
+      EnvironmentFailure: The value is not a list of messages, or the role of a message is not in `roles`.
     """
     found: list[Message] = []
     for message in _list(value, "messages"):
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str | list | tuple):
             raise wrong("a message is", message, "a mapping with a role, and a text or a list of parts as its content")
-        if message.get("role") not in speakers:
-            raise wrong("the role of a message is", message.get("role"), "one of " + ", ".join(speakers))
+        if message.get("role") not in roles:
+            raise wrong("the role of a message is", message.get("role"), "one of " + ", ".join(roles))
         others = _plain({**message, "content": ""}, size)
         found.append({**others, "content": _content(message["content"], size)})
     return found
@@ -123,10 +122,10 @@ def number(value: Any, what: str) -> float:
     Raises:
       EnvironmentFailure: The value is not a number, or not finite in float32.
     """
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "shape", False):
+    if not is_number(value):
         raise wrong(f"{what} is", value, "a number")
     found = float(value)
-    if not math.isfinite(found) or abs(found) > LARGEST_REWARD:
+    if not is_finite(found):
         raise EnvironmentFailure("not-finite", f"{what} is {found}")
     return found
 
@@ -159,22 +158,18 @@ def tool_content(value: Any, limit: int) -> Content:
     return Size(limit).text(value)
 
 
-def told(text: str) -> str:
+def error_text(text: str) -> str:
     """Return the error message for the policy; memory addresses, which differ between processes, are masked."""
     return f"error: {ADDRESS.sub('0x...', text)}".encode(errors="replace").decode()
 
 
 def wrong(what: str, value: Any, expected: str) -> EnvironmentFailure:
     """Build the failure for a value of an unexpected type."""
-    try:
-        text = " ".join(repr(value).split())
-    except BaseException as error:
-        text = f"its repr raises {type(error).__name__}"
-    shown = text if len(text) <= 120 else text[:117] + "..."
-    return EnvironmentFailure("wrong-type", f"{what} a {type(value).__name__} ({shown}), expected {expected}")
+    detail = f"{what} a {type(value).__name__} ({short_repr(value)}), expected {expected}"
+    return EnvironmentFailure("wrong-type", detail)
 
 
-def _said(text: Any) -> list[Message]:
+def _as_messages(text: Any) -> list[Message]:
     return text if _is_list(text) else [{"role": "user", "content": _as_parts(text)}]
 
 
@@ -225,7 +220,7 @@ def _data_url(image: Any) -> str:
         return f"data:image/png;base64,{base64.b64encode(image).decode()}"
     if isinstance(image, str) and image.startswith("data:"):
         return image
-    raise wrong("an image is", image, "a picture of PIL, encoded bytes or a data URL, as nothing is fetched")
+    raise wrong("an image is", image, "a picture of PIL, encoded bytes or a data URL, because nothing is fetched")
 
 
 def _is_list(value: Any) -> bool:

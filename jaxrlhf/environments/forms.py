@@ -20,7 +20,7 @@ from jaxrlhf.environments.host import UserCode, reset_arguments
 from jaxrlhf.environments.protocol import About, Choice
 from jaxrlhf.episode import ToolSchema
 
-NO_TOOLS = ("reset", "close", "get_reward")
+PROTOCOL_METHODS = ("reset", "close", "get_reward")
 
 
 def load_choice(choice: Choice) -> UserCode:
@@ -49,7 +49,7 @@ def _load_tools(choice: Tools) -> UserCode:
         functions[name] = function
     named = list(zip(choice.functions, functions.values(), strict=True))
     schemas = in_fork(lambda: tuple(_schema(*one) for one in named), ", ".join(choice.functions))
-    return UserCode(choice, About(schemas, waits=_waiting(functions)), functions)
+    return UserCode(choice, About(schemas, waits=_async_names(functions)), functions)
 
 
 def tool_methods(kind: type) -> dict[str, Callable[..., Any]]:
@@ -57,7 +57,7 @@ def tool_methods(kind: type) -> dict[str, Callable[..., Any]]:
     return {
         name: method
         for name, method in inspect.getmembers(kind, inspect.isfunction)
-        if name[0] != "_" and name not in NO_TOOLS
+        if name[0] != "_" and name not in PROTOCOL_METHODS
     }
 
 
@@ -89,7 +89,7 @@ def in_fork(function: Callable[[], Any], what: str) -> Any:
     if isinstance(value, Refusal):
         raise value
     if value is None:
-        raise Refusal(f"{what}: the process ended that looked at it; what it printed says why")
+        raise Refusal(f"{what}: the process that examined it ended; its output says why")
     return value
 
 
@@ -109,21 +109,21 @@ def _describe(reference: str, factory: Any) -> About:
             "or reset(**record) and public methods that are tools"
         )
     if hasattr(kind, "step"):
-        reset = _called(kind, "reset")
+        reset = _bound_method(kind, "reset")
         args, seed = reset_arguments(reset, "record", 0)
         check_call(f"method '{reference}.reset'", reset, *("record", "seed")[: len(args)], **seed)
-        check_call(f"method '{reference}.step'", _called(kind, "step"), "reply")
+        check_call(f"method '{reference}.step'", _bound_method(kind, "step"), "reply")
         return About()
     methods = tool_methods(kind)
     if not methods:
         raise Refusal(
             f"environment {reference!r}: {kind.__name__} has neither a method step nor public methods that are tools"
         )
-    schemas = tuple(_schema(f"{reference}.{name}", _called(kind, name)) for name in methods)
-    return About(schemas, methods=True, waits=_waiting(methods))
+    schemas = tuple(_schema(f"{reference}.{name}", _bound_method(kind, name)) for name in methods)
+    return About(schemas, methods=True, waits=_async_names(methods))
 
 
-def _called(kind: type, name: str) -> Callable[..., Any]:
+def _bound_method(kind: type, name: str) -> Callable[..., Any]:
     """Return a method bound as on an instance; a static method or class method is returned as it is."""
     method: Callable[..., Any] = getattr(kind, name)
     if isinstance(inspect.getattr_static(kind, name), staticmethod) or inspect.ismethod(method):
@@ -146,5 +146,5 @@ def _schema(reference: str, function: Callable[..., Any]) -> ToolSchema:
     return schema
 
 
-def _waiting(functions: Mapping[str, Callable[..., Any]]) -> frozenset[str]:
+def _async_names(functions: Mapping[str, Callable[..., Any]]) -> frozenset[str]:
     return frozenset(name for name, one in functions.items() if inspect.iscoroutinefunction(one))

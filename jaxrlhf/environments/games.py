@@ -26,13 +26,13 @@ class Treasure:
     def step(self, reply: Reply) -> Observation:
         """Move one step."""
         if reply.text not in ("L", "R"):
-            return self._told("?")
+            return self._state("?")
         self._place = min(max(self._place + (1 if reply.text == "R" else -1), 1), 9)
         if self._place == self._treasure:
             return Observation(reward=1.0, done=True)
-        return self._told(str(self._place))
+        return self._state(str(self._place))
 
-    def _told(self, text: str) -> Observation:
+    def _state(self, text: str) -> Observation:
         return Observation([{"role": "user", "content": text}], state=self._place)
 
 

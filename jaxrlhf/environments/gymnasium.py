@@ -8,7 +8,8 @@ In a file of yours, for `Environment(factory="my_games.py:lake")`:
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 from jaxrlhf.episode import Observation, Opening, Reply
 
@@ -17,7 +18,9 @@ _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 class Gymnasium:
-    """Factory of instances of one environment.
+    """Environment whose state is shown as text; a call returns the instance for an episode.
+
+    The last action word in a reply is played.
 
     Args:
       name: Name in gymnasium's registry.
@@ -28,6 +31,10 @@ class Gymnasium:
       settings: Arguments of `gymnasium.make`.
     """
 
+    _game: Any
+    _actions: Mapping[str, int]
+    _word: re.Pattern[str]
+
     def __init__(
         self,
         name: str,
@@ -37,32 +44,25 @@ class Gymnasium:
         view: Callable[[Any, Any], str] | None = None,
         **settings: Any,
     ) -> None:
-        self._name, self._actions, self._prompt, self._view = name, tuple(actions), prompt, view or drawn
+        self._name, self._words, self._prompt, self._view = name, tuple(actions), prompt, view or ansi_drawing
         self._settings = settings
 
-    def __call__(self) -> "TextGame":
+    def __call__(self) -> Self:
         import gymnasium
 
-        game = gymnasium.make(self._name, **self._settings)
-        space = game.action_space
+        episode = copy(self)
+        episode._game = gymnasium.make(self._name, **self._settings)
+        space = episode._game.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
-            raise ValueError(f"{self._name} has actions {space}; words can be given to discrete ones alone")
+            raise ValueError(f"{self._name} has actions {space}; only discrete actions can be words")
         first, count = int(space.start), int(space.n)
-        if self._actions and len(self._actions) != count:
-            raise ValueError(f"{self._name} has {count} actions, got {len(self._actions)} words for them")
-        words = self._actions or tuple(str(first + number) for number in range(count))
-        return TextGame(
-            game, {word.lower(): first + number for number, word in enumerate(words)}, self._prompt, self._view
-        )
-
-
-class TextGame:
-    """Game whose state is shown as text; the last action word in a reply is played."""
-
-    def __init__(self, game: Any, actions: Mapping[str, int], prompt: str, view: Callable[[Any, Any], str]) -> None:
-        self._game, self._actions, self._prompt, self._view = game, actions, prompt, view
-        words = "|".join(re.escape(word) for word in sorted(actions, key=len, reverse=True))
-        self._word = re.compile(rf"(?<!\w)({words})(?!\w)", re.IGNORECASE)
+        if self._words and len(self._words) != count:
+            raise ValueError(f"{self._name} has {count} actions, got {len(self._words)} words for them")
+        words = self._words or tuple(str(first + number) for number in range(count))
+        episode._actions = {word.lower(): first + number for number, word in enumerate(words)}
+        longest_first = sorted(episode._actions, key=len, reverse=True)
+        episode._word = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, longest_first))})(?!\w)", re.IGNORECASE)
+        return episode
 
     def reset(self, record: Mapping[str, Any], seed: int) -> Opening:
         """Start a game and return the prompt with the first state; equal seeds give equal games."""
@@ -89,7 +89,7 @@ class TextGame:
         self._game.close()
 
 
-def drawn(game: Any, observation: Any) -> str:
+def ansi_drawing(game: Any, observation: Any) -> str:
     """Return the environment's text drawing of a state, or the observation as text if `render_mode` is not "ansi"."""
     if game.render_mode != "ansi":
         return str(observation)

@@ -61,7 +61,7 @@ class _Host:
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
         # No limit for agent programs here: their time limit pauses during weight updates, so the run enforces it.
         limit_s = None if isinstance(code.choice, Agent) else code.choice.call_s
-        self._calls = Calls(channel, limit_s=limit_s, output_bytes=self._output_bytes)
+        self._calls = Calls(channel, limit_s=limit_s)
         self._instances: dict[int, Any] = {}
 
     def serve(self) -> None:

@@ -86,24 +86,24 @@ class LiveEpisodes:
         self.closing_failures: Counter[FailureCause] = Counter()
 
     def start(self, choice: int, request: OpenRequest, pickled: bytes, future: Future) -> None:
-        episode = self._begin(request.episode, choice, request.seed, future)
+        episode = self._open(request.episode, choice, request.seed, future)
         if isinstance(episode.choice, Tools):
             episode.resolve(future, Opening(tools=episode.group.about.schemas))
         else:
-            episode.opened = self._ask(episode, request, pickled)
+            episode.opened = self._send(episode, request, pickled)
 
     def run_agent(self, choice: int, request: RunRequest, pickled: bytes, future: Future) -> None:
-        episode = self._begin(request.episode, choice, request.seed, future)
+        episode = self._open(request.episode, choice, request.seed, future)
         if not isinstance(episode.choice, Agent):
-            raise RuntimeError(f"{episode.group.code.name} is no agent program")
-        self._ask(episode, request, pickled)
+            raise RuntimeError(f"{episode.group.code.name} is not an agent program")
+        self._send(episode, request, pickled)
 
     def step(self, number: int, reply: Reply, future: Future) -> None:
-        episode = self._of(number, future)
+        episode = self._idle_episode(number, future)
         episode.turn += 1
         about = episode.group.about
         if not (about.methods or isinstance(episode.choice, Tools)):
-            self._ask(episode, StepRequest(number, reply, episode.seed, episode.turn))
+            self._send(episode, StepRequest(number, reply, episode.seed, episode.turn))
             return
         turn = ToolTurn(reply, [schema["function"]["name"] for schema in about.schemas], about.waits)
         episode.jobs.clear()
@@ -113,12 +113,12 @@ class LiveEpisodes:
             episode.resolve(future, turn.observation())
 
     def finish(self, number: int, future: Future) -> None:
-        episode = self._of(number, future)
+        episode = self._idle_episode(number, future)
         del self._live[number]
         if episode.opened is None:
             episode.resolve(future, None)
         else:
-            self._ask(episode, CloseRequest(number, rewarded=True))
+            self._send(episode, CloseRequest(number, rewarded=True))
 
     def drop(self, number: int) -> None:
         episode = self._live.pop(number, None)
@@ -128,7 +128,7 @@ class LiveEpisodes:
             episode.group.forget(job)
         episode.resolve(episode.future, CancelledError())
         if episode.process is not None and not episode.process.ending:
-            self._ask(episode, CloseRequest(number, rewarded=False))
+            self._send(episode, CloseRequest(number, rewarded=False))
 
     def feed(self) -> None:
         """Do nothing: requests are sent as soon as they are made."""
@@ -137,23 +137,23 @@ class LiveEpisodes:
         """Forget all episodes because the pool has ended."""
         self._live.clear()
 
-    def _begin(self, number: int, choice: int, seed: int, future: Future) -> _Live:
+    def _open(self, number: int, choice: int, seed: int, future: Future) -> _Live:
         if number in self._live:
-            raise RuntimeError(f"episode {number} is under way already")
+            raise RuntimeError(f"episode {number} is open already")
         episode = self._live[number] = _Live(number, *self._choices[choice], seed, future=future)
         return episode
 
-    def _of(self, number: int, future: Future) -> _Live:
+    def _idle_episode(self, number: int, future: Future) -> _Live:
         """Return an open episode without a current call, and set the future of its next call."""
         episode = self._live.get(number)
         if episode is None:
             raise RuntimeError(f"there is no episode {number}: it was not started, is finished, or has failed")
         if episode.future is not None:
-            raise RuntimeError(f"episode {number} has not answered what it was asked before")
+            raise RuntimeError(f"episode {number} has not answered the previous call")
         episode.future = future
         return episode
 
-    def _ask(self, episode: _Live, request: Request, pickled: bytes | None = None) -> Job:
+    def _send(self, episode: _Live, request: Request, pickled: bytes | None = None) -> Job:
         """Send a request whose answer resolves the episode's current future."""
 
         def answered(answer: Answer) -> None:
@@ -166,11 +166,11 @@ class LiveEpisodes:
             unopened = answer.failure is not None and isinstance(request, OpenRequest)
             if unopened or (answer.failure is not None and lost) or isinstance(request, RunRequest):
                 self._forget(episode)
-            episode.resolve(asked, answer.failure or answer.value)
+            episode.resolve(future, answer.failure or answer.value)
             if unopened and not lost:
-                self._ask(episode, CloseRequest(episode.number, rewarded=False))
+                self._send(episode, CloseRequest(episode.number, rewarded=False))
 
-        asked = episode.future
+        future = episode.future
         episode.jobs.clear()
         left = [REWARD]
         if isinstance(request, CloseRequest):
@@ -179,17 +179,17 @@ class LiveEpisodes:
 
     def _make_calls(self, episode: _Live, turn: ToolTurn, numbers: Sequence[int]) -> None:
         """Make tool calls of a reply."""
-        asked = episode.future
+        future = episode.future
         calls = {number: turn.pending[number] for number in numbers}
 
         def answered(answer: Answer) -> None:
             if answer.failure and episode.process is not None and episode.process.ending:  # the instance is lost too
                 self._forget(episode)
-                episode.resolve(asked, answer.failure)
+                episode.resolve(future, answer.failure)
                 return
             turn.answered(answer)
             if not turn.pending:
-                episode.resolve(asked, turn.observation())
+                episode.resolve(future, turn.observation())
 
         self._submit(
             episode,

@@ -12,13 +12,18 @@ In a file of yours, for `Environment(factory="my_puzzle.py:puzzle")`:
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from copy import copy
+from functools import partial
+from typing import Any, Self
 
 from jaxrlhf.episode import Observation, Reply
 
 
 class NemoRL:
-    """Factory of episodes in an environment.
+    """Conversation with an environment, as a batch of one; a call returns the instance for an episode.
+
+    The policy sees the environment's messages as user messages. Stop strings that the environment requests belong into
+    `Sampling.stop_tokens`. Rewards of several parts are summed.
 
     Args:
       kind: Class of the environment, or the Ray actor made from the class; it runs in the episode's process.
@@ -26,38 +31,31 @@ class NemoRL:
       settings: Arguments of the class.
     """
 
+    _environment: Any
+
     def __init__(
         self, kind: Any, *settings: Any, begin: Callable[[Mapping[str, Any], int], tuple[str, Any]], **named: Any
     ) -> None:
         actor = getattr(kind, "__ray_metadata__", None)
-        self._kind, self._begin = (actor.modified_class if actor else kind), begin
-        self._settings, self._named = settings, named
+        self._make, self._begin = partial(actor.modified_class if actor else kind, *settings, **named), begin
 
-    def __call__(self) -> "BatchOfOne":
-        return BatchOfOne(self._kind(*self._settings, **self._named), self._begin)
-
-
-class BatchOfOne:
-    """Conversation with an environment; the policy sees the environment's messages as user messages.
-
-    Stop strings that the environment requests belong into `Sampling.stop_tokens`. Rewards of several parts are summed.
-    """
-
-    def __init__(self, environment: Any, begin: Callable[[Mapping[str, Any], int], tuple[str, Any]]) -> None:
-        self._environment, self._begin = environment, begin
+    def __call__(self) -> Self:
+        game = copy(self)
+        game._environment = self._make()
+        return game
 
     def reset(self, record: Mapping[str, Any], seed: int) -> str:
         """Return the first message."""
         text, self._metadata = self._begin(record, seed)
-        self._said = [{"role": "user", "content": text}]
+        self._messages = [{"role": "user", "content": text}]
         return text
 
     def step(self, reply: Reply) -> Observation:
         """Step the environment; metadata of None leaves the metadata unchanged."""
-        self._said.append({"role": "assistant", "content": reply.text})
-        seen = self._environment.step([self._said], [self._metadata])
-        told, [metadata] = seen.observations[0], seen.metadata
+        self._messages.append({"role": "assistant", "content": reply.text})
+        returned = self._environment.step([self._messages], [self._metadata])
+        answer, [metadata] = returned.observations[0], returned.metadata
         self._metadata = self._metadata if metadata is None else metadata
-        self._said.append(told)
-        reward, done = float(seen.rewards[0].sum()), bool(seen.terminateds[0])
-        return Observation([{"role": "user", "content": told["content"]}], reward, done)
+        self._messages.append(answer)
+        reward, done = float(returned.rewards[0].sum()), bool(returned.terminateds[0])
+        return Observation([{"role": "user", "content": answer["content"]}], reward, done)

@@ -30,11 +30,11 @@ async def run(session: Session, record: dict[str, Any]) -> float:
         messages: list[Any] = [{"role": "user", "content": record["prompt"]}]
         for _ in range(MOST_CALLS):
             answer = await client.chat.completions.create(model="policy", messages=messages, tools=[SCHEMA])  # type: ignore[list-item]
-            said = answer.choices[0].message
-            if not said.tool_calls:
-                return float((said.content or "").strip() == f"#### {record['answer']}")
-            messages.append(said.model_dump(exclude_none=True))
-            for call in said.tool_calls:
+            message = answer.choices[0].message
+            if not message.tool_calls:
+                return float((message.content or "").strip() == f"#### {record['answer']}")
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls:
                 arguments = json.loads(call.function.arguments)  # type: ignore[union-attr]
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": calculator(**arguments)})
     return 0.0

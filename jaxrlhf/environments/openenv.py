@@ -10,13 +10,17 @@ In a file of yours, for `Environment(factory="my_games.py:grid")`:
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from copy import copy
+from functools import partial
+from typing import Any, Self
 
 from jaxrlhf.episode import Observation, Opening, Reply
 
 
 class OpenEnv:
-    """Factory of sessions with one server; each session is an instance of the server's environment.
+    """Session with a server's environment; a call returns the session of an episode.
+
+    The state is the text of the last observation.
 
     Args:
       action: Function of a reply that returns the fields of an action, or a text for the policy if the reply is not an
@@ -25,6 +29,8 @@ class OpenEnv:
       prompt: Text before the first view.
       seeded: True if `reset` receives a seed; some environments do not accept a seed.
     """
+
+    _client: Any
 
     def __init__(
         self,
@@ -35,38 +41,32 @@ class OpenEnv:
         prompt: str = "",
         seeded: bool = True,
     ) -> None:
-        import openenv.core.generic_client  # noqa: F401 - imported once, in the fork server
+        from openenv.core.generic_client import GenericEnvClient  # imported once, in the fork server
 
-        self.address, self.action, self.view, self.prompt, self.seeded = address, action, view, prompt, seeded
+        self._connect = partial(GenericEnvClient, base_url=address)
+        self._action, self._view, self._prompt, self._seeded = action, view, prompt, seeded
 
-    def __call__(self) -> "ServedGame":
-        return ServedGame(self)
-
-
-class ServedGame:
-    """Session with the server; the state is the text of the last observation."""
-
-    def __init__(self, server: OpenEnv) -> None:
-        from openenv.core.generic_client import GenericEnvClient
-
-        self._server, self._client = server, GenericEnvClient(base_url=server.address)
+    def __call__(self) -> Self:
+        session = copy(self)
+        session._client = self._connect()
+        return session
 
     async def reset(self, record: Mapping[str, Any], seed: int) -> Opening:
         """Start an episode and return the prompt with the first view."""
-        begun = await self._client.reset(**({"seed": seed % 2**31} if self._server.seeded else {}))
-        self._state = self._server.view(begun.observation)
-        text = "\n".join(filter(None, [self._server.prompt, self._state]))
+        started = await self._client.reset(**({"seed": seed % 2**31} if self._seeded else {}))
+        self._state = self._view(started.observation)
+        text = "\n".join(filter(None, [self._prompt, self._state]))
         return Opening([{"role": "user", "content": text}], state=self._state)
 
     async def step(self, reply: Reply) -> Observation:
         """Send the reply as an action; an action that the server refuses counts as an environment failure."""
-        action = self._server.action(reply)
+        action = self._action(reply)
         if isinstance(action, str):
             return Observation([{"role": "user", "content": action}], state=self._state)
-        seen = await self._client.step(dict(action))
-        self._state = self._server.view(seen.observation)
-        told = [{"role": "user", "content": self._state}]
-        return Observation(told, float(seen.reward or 0.0), seen.done, state=self._state)
+        result = await self._client.step(dict(action))
+        self._state = self._view(result.observation)
+        messages = [{"role": "user", "content": self._state}]
+        return Observation(messages, float(result.reward or 0.0), result.done, state=self._state)
 
     async def close(self) -> None:
         await self._client.close()

@@ -1,7 +1,7 @@
 """Process pool for user-written environments, tools and agent programs, thousands at once and under limits.
 
 Every instance of an environment has its own process, forked from a process that has loaded the user code. A hang, a
-crash, a memory leak or leftover threads therefore cost only the instance's own episode, and random numbers from global
+crash, a memory leak or leftover threads therefore fail only the instance's own episode, and random numbers from global
 generators do not depend on other episodes. Tool functions have no state, so they share a few processes. A process that
 dies is replaced, and its current tool call is answered with an error. One thread of the run serves all processes.
 """
@@ -11,7 +11,6 @@ import pickle
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,24 +91,21 @@ class EnvironmentPool(ProcessPool):
 
 def _code(choice: Choice) -> Code:
     """Return the code of an environment setting and its limits."""
-    code = Code(
-        name="",
+    code = partial(
+        Code,
         loader="jaxrlhf.environments.forms:load_choice",
         setup=choice,
         about=About,
-        limit_s=math.inf,
-        workers=math.inf,
         largest_answer=LARGEST_ANSWER + 6 * choice.output_bytes,  # control characters take six bytes
-        life=LIFE,
         # Threads do not help a thousand processes that handle a few calls each.
         environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
     )
     if isinstance(choice, Agent):  # its time limit pauses during weight updates, so the run enforces it
-        return replace(code, name=choice.program, life=1)
-    limited = replace(code, limit_s=choice.call_s, workers=choice.workers)
+        return code(name=choice.program, limit_s=math.inf, workers=math.inf, life=1)
+    limited = partial(code, limit_s=choice.call_s, workers=choice.workers, life=LIFE)
     if isinstance(choice, Tools):
-        return replace(limited, name=", ".join(choice.functions))
-    return replace(limited, name=choice.factory, instances=choice.episodes_per_process)
+        return limited(name=", ".join(choice.functions))
+    return limited(name=choice.factory, instances=choice.episodes_per_process)
 
 
 def _allow_files() -> None:

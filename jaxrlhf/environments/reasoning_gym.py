@@ -7,7 +7,8 @@ In a file of yours, for `Environment(factory="my_tasks.py:sums")`:
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 from jaxrlhf.episode import Observation, Reply
 
@@ -15,7 +16,9 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class ReasoningGym:
-    """Factory of episodes over one data set; the data set is created once.
+    """Question, and reasoning-gym's score of its answer, from 0 to 1; a call returns the instance for an episode.
+
+    The data set is created once.
 
     Args:
       prompt: Text after a question.
@@ -26,17 +29,10 @@ class ReasoningGym:
         import reasoning_gym
 
         self._tasks, self._prompt = reasoning_gym.create_dataset(name, **settings), prompt
-
-    def __call__(self) -> "ReasoningTask":
-        return ReasoningTask(self._tasks, self._prompt)
-
-
-class ReasoningTask:
-    """Question, and reasoning-gym's score of its answer, from 0 to 1."""
-
-    def __init__(self, tasks: Any, prompt: str) -> None:
-        self._tasks, self._prompt = tasks, prompt
         self._task: dict[str, Any] = {}
+
+    def __call__(self) -> Self:
+        return copy(self)
 
     def reset(self, record: Mapping[str, Any], seed: int) -> str:
         """Return the question with the record's `index` or, if the record has none, with the seed as index."""

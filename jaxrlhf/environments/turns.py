@@ -38,18 +38,15 @@ class ToolTurn:
 
     def observation(self) -> Observation:
         """Build the observation: the answers to the calls in order, then error messages for malformed calls."""
-        said: list[Message] = []
+        messages, records = list[Message](), list[CallRecord]()
         for number, call in enumerate(self._reply.calls):
-            failure = self._answers[number].failure
-            content = self._answers[number].value if failure is None else answers.told(failure.detail)
+            answer = self._answers[number]
+            failure = answer.failure
+            content = answer.value if failure is None else answers.error_text(failure.detail)
             message = {"role": "tool", "name": call.name, "content": content}
-            said.append(message | ({"tool_call_id": call.call_id} if call.call_id else {}))
+            messages.append(message | ({"tool_call_id": call.call_id} if call.call_id else {}))
+            records.append(CallRecord(call.name, answer.seconds, None if failure is None else failure.cause))
         for malformed in self._reply.malformed:
             there = f"; the tools are {', '.join(self._tools)}" if self._tools else ""
-            said.append({"role": "tool", "content": f"error: {malformed.detail}{there}"})
-        answered = [(call, self._answers[number]) for number, call in enumerate(self._reply.calls)]
-        records = [
-            CallRecord(call.name, one.seconds, None if one.failure is None else one.failure.cause)
-            for call, one in answered
-        ]
-        return Observation(said, done=not said, calls=records)
+            messages.append({"role": "tool", "content": f"error: {malformed.detail}{there}"})
+        return Observation(messages, done=not messages, calls=records)

@@ -38,7 +38,7 @@ class Verifiers:
         played = [name for name, agent in environment.config if isinstance(agent, AgentConfig) and not agent.client]
         if len(played) != 1:
             raise ValueError(
-                f"the policy plays one agent, and {len(played)} have no client of their own: {', '.join(played)}; "
+                f"the policy plays one agent, and {len(played)} have no client: {', '.join(played)}; "
                 "give the others a client"
             )
         taskset = environment.taskset

@@ -13,8 +13,9 @@ from typing import Any
 from jaxrlhf.config.named_functions import one_line
 from jaxrlhf.episode import EnvironmentFailure
 from jaxrlhf.processes.channel import Channel
-from jaxrlhf.processes.guards import Printed, ProcessState
+from jaxrlhf.processes.guards import ProcessState
 from jaxrlhf.processes.jobs import NUMBER, Answer, CodeFailure, Idle
+from jaxrlhf.processes.output import STDERR, STDOUT, CountedOutput
 from jaxrlhf.processes.plain import dumps
 
 
@@ -26,17 +27,16 @@ class Calls:
 
     Args:
       limit_s: Wall-clock limit of one async call in seconds; None is no limit.
-      output_bytes: Number of bytes that a call may print; the rest is left out.
 
     Attributes:
       spoilt: Reason why the process must not run further requests; empty if it may.
     """
 
-    def __init__(self, channel: Channel, *, limit_s: float | None, output_bytes: int) -> None:
+    def __init__(self, channel: Channel, *, limit_s: float | None) -> None:
         self._channel, self._own, self._limit_s = channel, os.getpid(), limit_s
         self._loop: asyncio.Runner | None = None
-        self._outputs = Printed(sys.__stdout__, output_bytes), Printed(sys.__stderr__, output_bytes)
-        sys.stdout, sys.stderr = self._outputs
+        self._outputs = CountedOutput(STDOUT), CountedOutput(STDERR)
+        sys.stdout, sys.stderr = (output.text() for output in self._outputs)
         self._state = ProcessState()
         self._number = 0
         self.spoilt = ""
@@ -146,7 +146,7 @@ class Calls:
 
     def _begin(self) -> None:
         for output in self._outputs:
-            output.begin_call()
+            output.count = 0
 
     def _runner(self) -> asyncio.Runner:
         """Return the process's only event loop: async clients are bound to the loop that made them."""

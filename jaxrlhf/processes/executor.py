@@ -23,10 +23,10 @@ class Client(Protocol):
     """Source of the executor's jobs. All methods run on the executor's thread."""
 
     def feed(self) -> None:
-        """Submit jobs that are due; called before jobs are sent to processes."""
+        """Submit jobs that are due, if any; called before jobs are sent to processes."""
 
     def over(self, error: BaseException) -> None:
-        """Fail what is not a job yet, because the executor has ended."""
+        """Fail the calls that are not jobs yet, because the executor has ended."""
 
 
 class Executor:
@@ -68,7 +68,7 @@ class Executor:
         while loading := [group.code.name for group in self.groups if group.about is None]:
             if time.monotonic() > end:
                 raise Refusal(
-                    f"{', '.join(loading)}: loading takes longer than {START_LIMIT_S:g} s; do less when it is imported"
+                    f"{', '.join(loading)}: loading takes longer than {START_LIMIT_S:g} s; do less at its import"
                 )
             self._select(0.1)
 

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,16 +34,16 @@ from jaxrlhf.processes.channel import Channel
 from jaxrlhf.processes.descendants import adopt_orphans, children, descendants, end_with_parent, kill
 from jaxrlhf.processes.folders import remove
 from jaxrlhf.processes.guards import settle
+from jaxrlhf.processes.output import STDERR, STDOUT, ProcessOutput
 from jaxrlhf.processes.plain import dumps
 
 COMMAND = struct.Struct("!cq")  # FORK, sent along with a socket, or SHOW or END and a process id
 FORK, SHOW, END = b"F", b"S", b"E"
 LARGEST_REQUEST = 1 << 30
 SETUP = "setup"
-STDERR = 2
 SHOW_SIGNAL = signal.SIGUSR2  # a process prints its stack
 ORPHAN_CHECK_S = 5.0
-GRACE_S = 1.0  # for processes to end by themselves once the run is gone
+GRACE_S = 1.0  # for the next process to end by itself once the run is gone
 MOST_ROUNDS = 100  # rounds of killing processes that keep forking
 
 
@@ -142,20 +143,21 @@ class _Server:
     def __init__(self, control: Channel, parent: int, served: Served, loader: str, folder: Path) -> None:
         self._control, self._parent, self._folder = control, parent, folder
         self._served, self._loader = served, loader
-        self._pids: set[int] = set()
+        self._running: dict[int, ProcessOutput] = {}  # by process id
+        self._outputs: dict[int, ProcessOutput] = {}  # by descriptor
         self._interpreters: dict[int, subprocess.Popen[bytes]] = {}  # references kept so `subprocess` does not reap
         self._bell, self._ring = socket.socketpair()
         self._ring.setblocking(False)
         self._bell.setblocking(False)
         signal.set_wakeup_fd(self._ring.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._poll = select.poll()  # `select` rejects descriptors above 1023, and the run may have more open
+        for end in (self._control, self._bell):
+            self._poll.register(end, select.POLLIN)
 
     def run(self) -> None:
-        waiting = select.poll()  # `select` rejects descriptors above 1023, and the run may have more open
-        for end in (self._control, self._bell):
-            waiting.register(end, select.POLLIN)
         while True:
-            ready = {descriptor for descriptor, _ in waiting.poll(1000 * ORPHAN_CHECK_S)}
+            ready = self._wait(ORPHAN_CHECK_S)
             if os.getppid() != self._parent:
                 return
             if self._bell.fileno() in ready:
@@ -163,6 +165,14 @@ class _Server:
                 self._reap()
             if self._control.fileno() in ready and not self._obey():
                 return
+
+    def _wait(self, limit_s: float) -> set[int]:
+        """Wait until a descriptor can be read, forward the output of processes, and return the readable descriptors."""
+        ready = {descriptor for descriptor, _ in self._poll.poll(1000 * limit_s)}
+        for descriptor in ready & self._outputs.keys():
+            if not self._outputs[descriptor].forward():
+                self._poll.unregister(self._outputs.pop(descriptor))  # the process has closed its streams
+        return ready
 
     def _obey(self) -> bool:
         command, fds = b"", list[int]()
@@ -175,18 +185,15 @@ class _Server:
         if kind == FORK:
             end = socket.socket(fileno=fds[0])
             try:
-                made = self._make(end)
+                self._control.send(dumps(ProcessForked(self._make(end))))
             except OSError as error:
                 self._control.send(dumps(ProcessForked(-1, str(error))))
-            else:
-                self._pids.add(made)
-                self._control.send(dumps(ProcessForked(made)))
             finally:
                 end.close()
-        elif pid in self._pids and kind == SHOW:
+        elif pid in self._running and kind == SHOW:
             with suppress(ProcessLookupError):
                 os.kill(pid, SHOW_SIGNAL)
-        elif pid in self._pids:
+        elif pid in self._running:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
             with suppress(ProcessLookupError):
@@ -194,25 +201,45 @@ class _Server:
         return True
 
     def _make(self, end: socket.socket) -> int:
+        """Start a process that serves the requests of a socket, and return its id."""
+        output = ProcessOutput()
+        try:
+            pid = self._start(end, output)
+        except OSError:
+            output.close()
+            raise
+        finally:
+            os.close(output.inlet)
+        self._running[pid] = self._outputs[output.fileno()] = output
+        self._poll.register(output, select.POLLIN)
+        return pid
+
+    def _start(self, end: socket.socket, output: ProcessOutput) -> int:
         if threading.active_count() > 1 or not self._served.forkable:
             code = (
                 f"import sys; sys.path[:] = {sys.path!r}; from jaxrlhf.processes.forking import serve_alone; "
                 f"serve_alone({end.fileno()}, {self._loader!r}, {str(self._folder)!r})"
             )
             command = [sys.executable, "-u", "-c", code]
-            made = subprocess.Popen(command, pass_fds=[end.fileno()], stdin=subprocess.DEVNULL)
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output.inlet, "stderr": output.inlet}
+            made = subprocess.Popen(command, pass_fds=[end.fileno()], **streams)
             self._interpreters[made.pid] = made
             return made.pid
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if not pid:
-            self._serve_forked(end)
+            self._serve_forked(end, output)
         return pid
 
-    def _serve_forked(self, end: socket.socket) -> NoReturn:
+    def _serve_forked(self, end: socket.socket, output: ProcessOutput) -> NoReturn:
         status = 1
         try:
+            os.dup2(output.inlet, STDOUT)
+            os.dup2(output.inlet, STDERR)
+            os.close(output.inlet)
+            for one in (output, *self._running.values()):
+                one.close()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for inherited in (self._control, self._bell, self._ring):
@@ -229,24 +256,31 @@ class _Server:
 
     def _reap(self) -> None:
         """Report processes that have ended, after killing the descendants that they left behind."""
-        ended = []
+        ended: list[tuple[ProcessEnded, ProcessOutput]] = []
         with suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                if found[0] in self._pids:
-                    self._pids.discard(found[0])
-                    ended.append(ProcessEnded(found[0], os.waitstatus_to_exitcode(found[1])))
-                    if found[0] in self._interpreters:
-                        self._interpreters.pop(found[0]).returncode = ended[-1].status
+                if (output := self._running.pop(found[0], None)) is not None:
+                    one = ProcessEnded(found[0], os.waitstatus_to_exitcode(found[1]))
+                    ended.append((one, output))
+                    if one.pid in self._interpreters:
+                        self._interpreters.pop(one.pid).returncode = one.status
         if ended:
             self._end_orphans()
-            for one in ended:
+            for one, output in ended:
+                self._finish(one.pid, output)
                 remove(temporary_folder(self._folder, one.pid))
                 self._control.send(dumps(one))
+
+    def _finish(self, pid: int, output: ProcessOutput) -> None:
+        """Forward the last output of a process that has ended."""
+        if self._outputs.pop(output.fileno(), None) is not None:
+            self._poll.unregister(output)
+        output.finish(pid)
 
     def _end_orphans(self) -> None:
         """Kill the orphans that this process has adopted: a live worker adopts its own, so their worker is dead."""
         for _ in range(MOST_ROUNDS):
-            orphans = [pid for pid in children(os.getpid()) if pid not in self._pids]
+            orphans = [pid for pid in children(os.getpid()) if pid not in self._running]
             if not orphans:
                 return
             for orphan in orphans:
@@ -257,14 +291,17 @@ class _Server:
     def end(self) -> None:
         """End all processes; kill the processes that do not end by themselves."""
         signal.set_wakeup_fd(-1)
-        patience = int(GRACE_S / 0.02)
+        for end in (self._control, self._bell):
+            self._poll.unregister(end)
+        deadline_s = time.monotonic() + GRACE_S
         with suppress(ChildProcessError):
-            while self._pids and patience:
+            while self._running and time.monotonic() < deadline_s:
                 pid = os.waitpid(-1, os.WNOHANG)[0]
-                self._pids.discard(pid)
-                if not pid:
-                    patience -= 1
-                    select.select([], [], [], 0.02)
+                if (output := self._running.pop(pid, None)) is not None:
+                    self._finish(pid, output)
+                    deadline_s = time.monotonic() + GRACE_S
+                elif not pid:
+                    self._wait(0.02)
         for _ in range(MOST_ROUNDS):
             left = descendants(os.getpid(), b"")
             kill(left)
@@ -273,6 +310,8 @@ class _Server:
                     pass
             if not left:
                 break
+        for pid, output in self._running.items():
+            self._finish(pid, output)
         remove(self._folder)
 
 

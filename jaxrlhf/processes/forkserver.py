@@ -22,13 +22,13 @@ from jaxrlhf.processes.forking import (
     FORK,
     SETUP,
     SHOW,
-    STDERR,
     CodeLoaded,
     CodeRefused,
     ProcessEnded,
     ProcessForked,
 )
 from jaxrlhf.processes.jobs import Code
+from jaxrlhf.processes.output import STDERR
 from jaxrlhf.processes.plain import loads
 
 LARGEST_MESSAGE = 1 << 24  # of the server

@@ -1,7 +1,6 @@
 """Guards around calls of user code, in the process that makes the calls."""
 
 import builtins
-import io
 import os
 import resource
 import signal
@@ -9,7 +8,6 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 
 def settle() -> None:
@@ -85,53 +83,3 @@ def _standard_files() -> list[tuple[int, int] | None]:
         except OSError:
             found.append(None)
     return found
-
-
-class Printed(io.TextIOWrapper):
-    """Output stream that passes on a bounded number of bytes of each call.
-
-    Args:
-      stream: Stream that receives the output.
-      limit: Number of bytes of a call that are passed on.
-    """
-
-    def __init__(self, stream: Any, limit: int) -> None:
-        self._bounded = _Bounded(stream.buffer, limit)
-        super().__init__(self._bounded, encoding="utf-8", errors="backslashreplace", write_through=True)
-
-    @property
-    def count(self) -> int:
-        """Number of bytes that the current call has written."""
-        return self._bounded.count
-
-    def begin_call(self) -> None:
-        self._bounded.count = 0
-
-
-class _Bounded(io.BufferedIOBase):
-    def __init__(self, stream: Any, limit: int) -> None:
-        self._stream, self._limit, self.count = stream, limit, 0
-
-    def write(self, data: Any) -> int:
-        size = len(data)
-        room = max(0, self._limit - self.count)
-        self.count += size
-        if room:
-            self._stream.write(data[:room])
-            if size > room:
-                self._stream.write(b"\n... and more, which is left out\n")
-            self._stream.flush()
-        return size
-
-    @property
-    def name(self) -> Any:
-        return self._stream.name
-
-    def writable(self) -> bool:
-        return True
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()

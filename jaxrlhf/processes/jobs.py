@@ -181,7 +181,7 @@ class Process:
       began_s, end_s: Time of the last answer or of the request, and deadline of the next answer.
       served: Number of finished jobs.
       spoilt: The process must not get further instances.
-      ending: The process has been told to end.
+      ending: The process has been ordered to end.
       late: The process has exceeded the deadline and is about to be killed.
       garbled: Description of bytes of the process that were no answer.
     """

@@ -1,4 +1,4 @@
-"""Messages from processes that run user code: dataclasses of plain values as JSON, checked when they are read.
+"""Values of user code, and messages from its processes: dataclasses of plain values as JSON, checked when read.
 
 Reading a message runs no user code and creates nothing but the expected dataclasses, whatever bytes a process sends.
 """
@@ -13,6 +13,31 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jaxrlhf.processes.channel import Garbled
+
+
+LARGEST_NUMBER = 3.4028234663852886e38
+"""Largest float32."""
+
+_LONGEST_REPR = 120
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of user code is a number: `float` converts it, and it is neither a text nor an array."""
+    return not isinstance(value, str | bytes) and hasattr(value, "__float__") and not getattr(value, "shape", False)
+
+
+def is_finite(number: float) -> bool:
+    """Return whether a number is finite in float32."""
+    return math.isfinite(number) and abs(number) <= LARGEST_NUMBER
+
+
+def short_repr(value: Any) -> str:
+    """Return the repr of a user's value in one line, at most 120 characters long."""
+    try:
+        text = " ".join(repr(value).split())
+    except BaseException as error:
+        text = f"its repr raises {type(error).__name__}"
+    return text if len(text) <= _LONGEST_REPR else text[: _LONGEST_REPR - 3] + "..."
 
 
 def dumps(message: Any) -> bytes:

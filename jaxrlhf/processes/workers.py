@@ -1,7 +1,7 @@
 """Worker processes of one piece of user code, forked from a process that has loaded the code, and their jobs.
 
-A process works at one job at a time. A process that dies, hangs or sends something that is no answer is replaced, and
-the job that it worked at gets the blame.
+A process works at one job at a time. A process that dies, hangs or sends an invalid answer is replaced, and its job
+fails.
 """
 
 import math
@@ -43,13 +43,13 @@ class WorkerGroup:
         self._free: dict[int, Process] = {}
         self._busy: set[Process] = set()
         self._starts = 0
-        self._start()
+        self._start_server()
 
     def submit(self, job: Job) -> None:
         if job.process is None:
             self._waiting.append(job)
         elif job.process.ending:
-            job.lose(_GONE)
+            job.lose(_ENDED)
         else:
             job.process.queue.append(job)
             if job.process.job is None and len(job.process.queue) == 1:
@@ -71,11 +71,11 @@ class WorkerGroup:
         while self._due and len(self._busy) < self.code.workers:
             process = self._due.popleft()
             if not process.ending and process.job is None and process.queue:
-                self._begin(process, process.queue.popleft())
+                self._start_job(process, process.queue.popleft())
         while self._waiting and len(self._busy) < self.code.workers and self._free:
             process = self._free.pop(next(iter(self._free)))
             if not process.ending and process.job is None and not process.queue:
-                self._begin(process, self._waiting.popleft())
+                self._start_job(process, self._waiting.popleft())
         self._fork()
 
     def _fork(self) -> None:
@@ -93,31 +93,31 @@ class WorkerGroup:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._no_process(str(error))
+                self._fork_failed(str(error))
                 return
 
-    def _no_process(self, why: str) -> None:
+    def _fork_failed(self, why: str) -> None:
         """Fail the oldest waiting job, unless a busy process will take it later."""
         if self._waiting and not (self._busy and self.code.life > 1 and self._waiting[0].opens is None):
             self._waiting.popleft().lose(CodeFailure("crash", f"no process could be started for it: {why}"))
 
-    def _begin(self, process: Process, job: Job) -> None:
+    def _start_job(self, process: Process, job: Job) -> None:
         self._free.pop(process.pid, None)
         try:
             process.channel.send(NUMBER.pack(process.served) + job.request)
             self._watch(process)
         except OSError:  # the process died while it was idle
             self.kill(process)
-            self._waiting.appendleft(job) if job.process is None else job.lose(_GONE)
+            self._waiting.appendleft(job) if job.process is None else job.lose(_ENDED)
             return
         process.job = job
-        self._count_from_now(process, calls=job.steps)
+        self._set_deadline(process, calls=job.steps)
         self._busy.add(process)
         if job.opens is not None:
             process.instances.add(job.opens)
             job.process = process
 
-    def _count_from_now(self, process: Process, *, calls: int = 1) -> None:
+    def _set_deadline(self, process: Process, *, calls: int = 1) -> None:
         """Set the deadline of a process's next answer, with time for `calls` calls."""
         process.began_s = time.monotonic()
         process.end_s, process.late = process.began_s + calls * self.code.limit_s + SLACK_S, False
@@ -145,13 +145,13 @@ class WorkerGroup:
 
     def kill(self, process: Process) -> None:
         """Request that a process is killed; `ProcessEnded` will report its end."""
-        self._let_go(process)
+        self._release(process)
         try:
             self._server.end_process(process.pid)
         except OSError:
-            self._server_is_gone()
+            self._restart_server()
 
-    def _let_go(self, process: Process) -> None:
+    def _release(self, process: Process) -> None:
         """Close the channel of a process; the process then ends itself."""
         self._free.pop(process.pid, None)
         if not process.ending:
@@ -162,7 +162,7 @@ class WorkerGroup:
     def ready(self, process: Process | None, events: int) -> None:
         """Handle messages of a process or, if `process` is None, of the fork server."""
         if process is None:
-            self._hear_server()
+            self._receive_from_server()
         if process is None or process.ending:
             return
         try:
@@ -178,13 +178,13 @@ class WorkerGroup:
         try:
             messages = process.channel.receive()
             for message in messages:
-                self._hear(process, message)
+                self._handle_message(process, message)
         except Garbled as error:  # user code wrote into the channel: further bytes cannot be decoded
             process.garbled = str(error)
             raise
         return bool(messages)
 
-    def _hear(self, process: Process, message: bytes) -> None:
+    def _handle_message(self, process: Process, message: bytes) -> None:
         job = process.job
         if job is None or message[: NUMBER.size] != NUMBER.pack(process.served):
             raise Garbled("an answer to no request")
@@ -195,11 +195,11 @@ class WorkerGroup:
                 job.split()
             case Idle(spoilt):
                 job.end(spoilt=bool(spoilt))
-                self._rest(process, spoilt=bool(spoilt))
+                self._reassign(process, spoilt=bool(spoilt))
                 return
-        self._count_from_now(process)
+        self._set_deadline(process)
 
-    def _rest(self, process: Process, *, spoilt: bool) -> None:
+    def _reassign(self, process: Process, *, spoilt: bool) -> None:
         """Assign a process that has ended its job: to its queued jobs, to new jobs, or let it end."""
         process.job = None
         self._busy.discard(process)
@@ -208,11 +208,11 @@ class WorkerGroup:
         if process.queue:
             self._due.append(process)
         elif process.spoilt and not process.instances:
-            self._let_go(process)
+            self._release(process)
         elif not process.spoilt and len(process.instances) < self.code.instances:
             self._free[process.pid] = process
 
-    def _hear_server(self) -> None:
+    def _receive_from_server(self) -> None:
         try:
             for message in self._server.receive():
                 match message:
@@ -226,31 +226,31 @@ class WorkerGroup:
                         if (process := self.processes.pop(pid, None)) is not None:
                             self._handle_exit(process, how_it_ended(status))
         except (EOFError, OSError, Garbled):
-            self._server_is_gone()
+            self._restart_server()
 
     def _forked(self, pid: int, detail: str) -> None:
         channel = self._server.take()
         if pid < 0:
             channel.close()
-            self._no_process(detail)
+            self._fork_failed(detail)
             return
         process = self.processes[pid] = self._free[pid] = Process(pid, channel)
         self._selector.register(channel, selectors.EVENT_READ, (self, process))
 
     def _handle_exit(self, process: Process, ended: str) -> None:
-        """Fail the jobs of a process that is gone; the current job gets the blame."""
+        """Fail the jobs of a process that is gone; the current job gets the cause."""
         with suppress(EOFError, OSError, Garbled):  # answers that the process sent before its end
             while not process.ending and self._receive(process):
                 pass
-        self._let_go(process)
+        self._release(process)
         self._busy.discard(process)
         job, process.job = process.job, None
         if job is not None:
-            job.lose(self._blame(process, ended), time.monotonic() - process.began_s)
+            job.lose(self._cause(process, ended), time.monotonic() - process.began_s)
         while process.queue:
-            process.queue.popleft().lose(_GONE)
+            process.queue.popleft().lose(_ENDED)
 
-    def _blame(self, process: Process, ended: str) -> CodeFailure:
+    def _cause(self, process: Process, ended: str) -> CodeFailure:
         if process.garbled:
             detail = f"code wrote into the connection of its process ({process.garbled}); the process was ended"
             return CodeFailure("crash", detail)
@@ -258,19 +258,19 @@ class WorkerGroup:
             return CodeFailure("timeout", f"no answer within {self.code.limit_s:g} s; its process was ended")
         return CodeFailure("crash", f"its process {ended}")
 
-    def _start(self) -> None:
+    def _start_server(self) -> None:
         self._server = ForkServer(self.code, self._output)
         self._selector.register(self._server.control, selectors.EVENT_READ, (self, None))
 
-    def _server_is_gone(self) -> None:
+    def _restart_server(self) -> None:
         """Start another fork server after the last one died; its worker processes are gone with it."""
         self._selector.unregister(self._server.control)
         ended = self._server.end(patience_s=0.0)
         self._starts += 1
         if self.about is None or self._starts >= START_ATTEMPTS:
-            raise Refusal(f"{self.code.name}: the process that loads it {ended}; what it printed says why")
+            raise Refusal(f"{self.code.name}: the process that loads it {ended}; its output says why")
         gone, self.processes = self.processes, {}
-        self._start()
+        self._start_server()
         for process in gone.values():
             self._handle_exit(process, ended)
 
@@ -282,7 +282,7 @@ class WorkerGroup:
     def close(self) -> None:
         """Tell all processes to close their instances and end."""
         for process in self.processes.values():
-            self._let_go(process)
+            self._release(process)
         self._server.close()
 
     def end(self) -> None:
@@ -290,4 +290,4 @@ class WorkerGroup:
         self._server.end(patience_s=GRACE_S if self.about is not None else 0.0)
 
 
-_GONE = CodeFailure("crash", "its process went down in a call of another episode")
+_ENDED = CodeFailure("crash", "its process ended in a call of another episode")

@@ -23,7 +23,7 @@ LONGEST_PAUSE_S = 8.0
 LEAST_ATTEMPT_S = 0.05
 """Time limit of an attempt if a busy machine woke up too late from the pause; sockets reject limits of 0 or less."""
 LARGEST_REPLY_BYTES = 1 << 26
-PASSING = {408, 425, 429}  # statuses of temporary errors, in addition to all from 500
+TEMPORARY = {408, 425, 429}  # statuses of temporary errors, in addition to all from 500
 
 
 class EndpointError(RuntimeError):
@@ -42,7 +42,7 @@ class Unreadable(EndpointError):
     """Error: the endpoint's answer does not have the expected form."""
 
 
-class _Passing(Exception):
+class _Temporary(Exception):
     def __init__(self, what: str, retry_after_s: float = 0.0) -> None:
         super().__init__(what)
         self.retry_after_s = retry_after_s
@@ -82,12 +82,12 @@ def post_json(
     """
     data = json.dumps(body, allow_nan=False).encode()
     headers = {"Content-Type": "application/json", **_headers(api_key_env)}
-    return _asked(urllib.request.Request(url, data, headers), attempt_s, total_s, final)
+    return _retried(urllib.request.Request(url, data, headers), attempt_s, total_s, final)
 
 
 def get_json(url: str, *, api_key_env: str | None, total_s: float) -> Any:
     """Return the JSON at `url`; see `post_json`."""
-    return _asked(urllib.request.Request(url, headers=_headers(api_key_env)), total_s, total_s)
+    return _retried(urllib.request.Request(url, headers=_headers(api_key_env)), total_s, total_s)
 
 
 def _headers(api_key_env: str | None) -> dict[str, str]:
@@ -95,14 +95,14 @@ def _headers(api_key_env: str | None) -> dict[str, str]:
     return named if api_key_env is None else {**named, "Authorization": f"Bearer {api_key(api_key_env)}"}
 
 
-def _asked(request: urllib.request.Request, attempt_s: float, total_s: float, final: Collection[int] = ()) -> Any:
+def _retried(request: urllib.request.Request, attempt_s: float, total_s: float, final: Collection[int] = ()) -> Any:
     end = time.monotonic() + total_s
     for attempt in itertools.count(1):
         try:
             left_s = max(end - time.monotonic(), LEAST_ATTEMPT_S)
             text = _post(request, min(attempt_s, left_s), final)
             return _parsed(request.full_url, text) if text else None
-        except _Passing as error:
+        except _Temporary as error:
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
             pause_s = max(pause_s, error.retry_after_s)
             if time.monotonic() + pause_s >= end:
@@ -116,7 +116,9 @@ def api_key(variable: str) -> str:
     """Return the key in an environment variable; errors name the variable and never show the key."""
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise Refusal(f"api_key_env names {variable}, which is not set in the environment of the process that asks")
+        raise Refusal(
+            f"api_key_env names {variable}, which is not set in the environment of this process; set the variable"
+        )
     if not (key.isascii() and key.isprintable()):
         raise Refusal(f"the key in {variable} has characters that cannot be sent in a header")
     return key
@@ -128,7 +130,9 @@ def check_health(url: str, *, limit_s: float = 10.0) -> None:
         with _opener.open(f"{url}/health", timeout=limit_s):
             return
     except (OSError, http.client.HTTPException) as error:
-        raise Refusal(f"{url}/health does not answer: {error}; start the server first, or mend its address") from error
+        raise Refusal(
+            f"{url}/health does not answer: {error}; start the server first, or correct its address"
+        ) from error
 
 
 def _post(request: urllib.request.Request, limit_s: float, final: Collection[int]) -> bytes:
@@ -139,13 +143,13 @@ def _post(request: urllib.request.Request, limit_s: float, final: Collection[int
     except urllib.error.HTTPError as error:
         what = f"{error.code} {error.reason}"
         with error:  # closes the connection
-            if error.code not in final and (error.code in PASSING or error.code >= 500):
-                raise _Passing(what, _retry_after_s(error)) from error
+            if error.code not in final and (error.code in TEMPORARY or error.code >= 500):
+                raise _Temporary(what, _retry_after_s(error)) from error
             with suppress(OSError, http.client.HTTPException):
                 what += f": {error.read(500).decode(errors='replace')}"
             raise Rejected(f"{request.full_url} answers {what}") from error
     except (OSError, http.client.HTTPException) as error:
-        raise _Passing(f"{type(error).__name__}: {error}") from error
+        raise _Temporary(f"{type(error).__name__}: {error}") from error
 
 
 def _parsed(url: str, text: bytes) -> Any:
@@ -170,5 +174,5 @@ def _read(reply: http.client.HTTPResponse, end: float) -> bytes:
 
 def _retry_after_s(error: urllib.error.HTTPError) -> float:
     """Return the seconds of the `Retry-After` header; 0 if there is no header or it gives a date."""
-    asked = error.headers.get("Retry-After", "")
-    return float(asked) if asked.isdecimal() else 0.0
+    seconds = error.headers.get("Retry-After", "")
+    return float(seconds) if seconds.isdecimal() else 0.0

@@ -18,10 +18,10 @@ def answered(prompt: str, response: str, read: Callable[[str], T | None], *, in_
 
 def after_thinking(prompt: str, response: str) -> str:
     """Return the text after the last end of thinking; empty if the response was truncated inside its thinking."""
-    said = response.rpartition(_END)[2]
-    if said == response and prompt.rstrip().endswith(_BEGIN):
-        return ""  # the prompt began the thinking, and the response did not end it
-    return said.rpartition(_BEGIN)[0] if _BEGIN in said else said
+    rest = response.rpartition(_END)[2]
+    if rest == response and prompt.rstrip().endswith(_BEGIN):
+        return ""  # the prompt started the thinking, and the response did not end it
+    return rest.rpartition(_BEGIN)[0] if _BEGIN in rest else rest
 
 
 def without_gaps(text: str) -> str:

@@ -42,6 +42,6 @@ def repetition(prompt: str, response: str, answer: str | None, record: Mapping[s
 
     Source: Yeo et al. 2025 (arXiv:2502.03373), the n-gram repetition penalty, as one number per response.
     """
-    said = response.lower().split()
-    sequences = list(zip(*(said[start:] for start in range(words)), strict=False))
+    tokens = response.lower().split()
+    sequences = list(zip(*(tokens[start:] for start in range(words)), strict=False))
     return len(set(sequences)) / len(sequences) - 1 if sequences else 0.0

@@ -1,11 +1,11 @@
 """Process pool for reward functions, with a wall-clock limit for each call.
 
-A function that hangs, crashes, raises, prints or returns nonsense costs one example and at most one process, and the
-process is killed and replaced. The module and its processes import nothing heavy.
+A function that hangs, crashes, raises or returns an invalid value loses one example and at most one process, which is
+killed and replaced. Neither this module nor the processes import anything heavy.
 """
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +23,8 @@ LARGEST_ANSWER = 1 << 20  # in bytes
 Packed = bytes | CodeFailure
 """Pickled example, or the reason why the example cannot be pickled."""
 
-Begun = tuple[RewardCall, ...]
-"""Calls of the reward functions on one example, in the order of the functions."""
+ExampleCalls = tuple[RewardCall, ...]
+"""Calls of reward functions on one example, in the order of the functions."""
 
 
 @dataclass(frozen=True)
@@ -75,25 +75,21 @@ class RewardPool(ProcessPool):
         self._waiting = WaitingCalls(self._functions, group, failures_in_a_row=failures_in_a_row)
         self._executor.start(self._waiting)
 
-    def begin(self, examples: Iterable[Packed], functions: Callable[[int], Sequence[int]] | None = None) -> list[Begun]:
-        """Submit examples to reward functions and return the calls at once.
-
-        Args:
-          functions: Maps the index of an example to the numbers of its functions; None runs all functions on all.
+    def start(self, examples: Iterable[tuple[Packed, Sequence[int]]]) -> list[ExampleCalls]:
+        """Submit examples, each with the numbers of the functions to call on it, and return the calls at once.
 
         Raises:
           RewardsFailing: Too many calls of a function failed in a row.
           RuntimeError: The pool is closed, or its processes cannot be started any more.
         """
-        every = range(len(self._functions))
-        begun = [self._calls(packed, functions(n) if functions else every) for n, packed in enumerate(examples)]
-        calls = [call for calls in begun for call in calls if not call.answer.done()]
+        started = [self._calls(packed, functions) for packed, functions in examples]
+        calls = [call for several in started for call in several if not call.answer.done()]
         self._executor.ask(partial(self._waiting.submit, calls), partial(fail, calls))
         if self._executor.error is not None:
             raise self._executor.error
-        return begun
+        return started
 
-    def _calls(self, packed: Packed, functions: Sequence[int]) -> Begun:
+    def _calls(self, packed: Packed, functions: Sequence[int]) -> ExampleCalls:
         if isinstance(packed, bytes):
             return tuple(RewardCall(function, packed) for function in functions)
         calls = tuple(RewardCall(function, b"") for function in functions)
@@ -101,43 +97,31 @@ class RewardPool(ProcessPool):
             call.answer.set_result(Answer(0, None, packed))
         return calls
 
-    def drop(self, begun: Iterable[Begun]) -> None:
+    def drop(self, started: Iterable[ExampleCalls]) -> None:
         """Cancel submitted examples; their calls must not be awaited after that."""
-        unanswered = [call for calls in begun for call in calls if not call.answer.done()]
+        unanswered = [call for calls in started for call in calls if not call.answer.done()]
         if unanswered:
             self._executor.ask(partial(self._waiting.drop, unanswered))
 
-    def finish(self, begun: Sequence[Begun]) -> Iterator[Outcome]:
+    def outcomes(self, started: Sequence[ExampleCalls]) -> Iterator[Outcome]:
         """Yield the outcomes of submitted examples in the order of completion.
 
         Closing the generator early drops the outstanding calls.
 
         Raises:
           RewardsFailing: Too many calls of a function fail in a row.
-          RuntimeError: The pool is closed meanwhile, or its processes cannot be started any more.
+          RuntimeError: The pool is closed, or its processes cannot be started any more.
         """
-        asked = {call.answer: (index, call.function) for index, calls in enumerate(begun) for call in calls}
+        numbers = {call.answer: (call.function, index) for index, calls in enumerate(started) for call in calls}
         try:
-            for future in as_completed(asked):
-                index, function = asked[future]
-                yield self._outcome(function, index, future.result())
+            for future in as_completed(numbers):
+                (function, index), answer = numbers[future], future.result()
+                failure = answer.failure and Failure(
+                    self._functions[function].name, index, answer.failure.cause, answer.failure.detail
+                )
+                yield Outcome(function, index, answer.value, failure)
         finally:
-            self.drop(begun)
-
-    def run(self, examples: Sequence[Example]) -> Iterator[Outcome]:
-        """Run every function on every example and yield the outcomes in the order of completion.
-
-        Raises:
-          RewardsFailing, RuntimeError: See `begin` and `finish`.
-        """
-        yield from self.finish(self.begin(map(pack, examples)))
-
-    def _outcome(self, function: int, index: int, answer: Answer) -> Outcome:
-        failure = answer.failure
-        if failure is None:
-            return Outcome(function, index, answer.value, None)
-        name = self._functions[function].name
-        return Outcome(function, index, None, Failure(name, index, failure.cause, failure.detail))
+            self.drop(started)
 
 
 def pack(example: Example) -> Packed:

@@ -66,6 +66,13 @@ class RewardsFailing(RuntimeError):
     """Error: reward functions give no answers any more, so that the run would continue without learning anything."""
 
 
+RESTART = (
+    "start the run again: it resumes from its last checkpoint. rewards.failures_in_a_row is the number of failures "
+    "that stops a run; 0 never stops it"
+)
+"""Advice of a `RewardsFailing`."""
+
+
 @dataclass(frozen=True)
 class Function:
     """Reference to a reward function; only worker processes load it, so that only they run user code.

@@ -38,4 +38,4 @@ def scored(
     match reply:
         case {"scores": [*scores]} if len(scores) == len(examples):
             return scores
-    raise Unreadable(f"{url} has to answer {{'scores': [...]}} with {len(examples)} of them, and says {reply!r:.200}")
+    raise Unreadable(f"{url} must answer {{'scores': [...]}} with {len(examples)} scores, got {reply!r:.200}")

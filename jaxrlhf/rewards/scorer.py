@@ -16,19 +16,22 @@ from jaxrlhf import config
 from jaxrlhf.batch import Scores
 from jaxrlhf.config import Refusal
 from jaxrlhf.rewards.parts import ENVIRONMENT, reward_function, source_parts
-from jaxrlhf.rewards.pool import Begun, Packed, RewardPool, pack
-from jaxrlhf.rewards.protocol import Example, Failure, RewardsFailing
+from jaxrlhf.rewards.pool import ExampleCalls, Packed, RewardPool, pack
+from jaxrlhf.rewards.protocol import RESTART, Example, Failure, Function, RewardsFailing
 
 ScoreTexts = Callable[[list[tuple[str, str, bool]]], Float[np.ndarray, "B"]]
 """Function that scores (prompt, response, finished) triples."""
 
 BATCHES_AHEAD = 4
-"""Number of latest batches whose responses from `begin` are kept for `score`; older ones are dropped."""
+"""Number of latest batches whose responses from `start` are kept for `score`; older ones are dropped."""
 
 PROGRESS_EVERY_S = 0.1
 
-FRUITLESS_BATCHES = 3
+UNSCORABLE_BATCHES = 3
 """Number of consecutive batches without a scorable response after which the run may stop: nothing is learned."""
+
+RUN = ""
+"""Key of the run's own parts, which score the sources without parts of their own."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +39,7 @@ logger = logging.getLogger(__name__)
 class Scorer:
     """Scorer of responses with the reward parts of a configuration; functions run in a pool of processes.
 
-    `begin` may start the functions on a response as soon as the response exists. `score` then uses these results
+    `start` calls the functions on a response as soon as the response exists. `score` then uses these results
     instead of calling the functions again. Results are looked up by all inputs of the functions: prompt, response,
     answer, record and question.
 
@@ -66,34 +69,35 @@ class Scorer:
     ) -> None:
         named = source_parts(rewards.parts, sources or {})
         self.names = [one.name for one in named]
-        self._source_of = {one.name: one.source for one in named}
-        self._own = frozenset(sources or {})
         self.failures: list[Failure] = []
         self.counts: dict[str, int] = {}
         self.ahead = (0, 0)
-        self._weights = [one.part.weight for one in named]
-        self._most_failures, self._fruitless = rewards.failures_in_a_row, (0, 0)
+        self._keys = {one.name: one.source or RUN for one in named}
+        self._weights = {one.name: one.part.weight for one in named}
+        self._most_failures, self._unscorable = rewards.failures_in_a_row, (0, 0)
         self._models: dict[str, ScoreTexts] = {}
-        functions = []
+        self._functions: list[Function] = []
         for name, part, _ in named:
             if isinstance(part, config.ModelReward):
                 self._models[name] = _model(part, models or {})
             else:
-                functions.append(reward_function(name, part, workers=rewards.workers))
-        self._functions = [function.name for function in functions]
-        self._references = {function.name: f" ({function.reference})" for function in functions}
+                self._functions.append(reward_function(name, part, workers=rewards.workers))
+        self._numbers = {
+            key: [number for number, function in enumerate(self._functions) if self._keys[function.name] == key]
+            for key in (RUN, *(sources or {}))
+        }
         self._pool: RewardPool | None = None
-        if functions:
+        if self._functions:
             self._pool = RewardPool(
-                functions,
+                self._functions,
                 workers=rewards.workers,
                 timeout_s=rewards.timeout_s,
                 failures_in_a_row=rewards.failures_in_a_row,
                 output=output,
             )
-        # Only this thread accesses `_batches`, so that callers of `begin` do not block.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="begin rewards")
-        self._batches: deque[dict[tuple[Packed, str], list[Begun]]] = deque([defaultdict(list)])
+        # Only this thread accesses `_batches`, so that callers of `start` do not block.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="start rewards")
+        self._batches: deque[dict[tuple[Packed, str], list[ExampleCalls]]] = deque([defaultdict(list)])
 
     @property
     def calls_functions(self) -> bool:
@@ -113,11 +117,11 @@ class Scorer:
         self.close()
 
     def open_batch(self) -> None:
-        """Start a new batch for the following calls of `begin`."""
+        """Start a new batch for the following calls of `start`."""
         if self._pool:
             self._thread.submit(self._open, self._pool)
 
-    def begin(
+    def start(
         self,
         prompt: str,
         response: Callable[[], str],
@@ -135,7 +139,7 @@ class Scorer:
         """
         if self._pool:
             example = Example(prompt, "", answer, dict(record), question)
-            self._thread.submit(self._begin, self._pool, example, response, source)
+            self._thread.submit(self._start, self._pool, example, response, self._key(source))
 
     def score(
         self,
@@ -179,85 +183,67 @@ class Scorer:
             )
         parts = {name: np.full(len(prompts), np.nan, np.float32) for name in self.names}
         self.failures = []
-        asked = questions or [None] * len(prompts)
-        columns = prompts, responses, answers, map(dict, records), asked
+        columns = prompts, responses, answers, map(dict, records), questions or [None] * len(prompts)
         examples = [Example(*row) for row in zip(*columns, strict=True)]
-        names = list(sources or [""] * len(prompts))
+        keys = [self._key(source) for source in sources or [RUN] * len(prompts)]
         if self._pool:
-            self._run_functions(self._pool, examples, names, parts, progress or (lambda done, total: None))
+            self._run_functions(self._pool, examples, keys, parts, progress or (lambda done, total: None))
         for name, score_texts in self._models.items():
             parts[name] = self._run_model(name, score_texts, list(zip(prompts, responses, ended, strict=True)))
         self.failures.sort(key=lambda failure: (self.names.index(failure.part), failure.index))
         self.counts = dict(Counter(failure.cause for failure in self.failures))
         self._report(len(prompts))
         weights = self._weights
+        scored = {name: np.array([key == self._keys[name] for key in keys], bool) for name in parts}
         if environment_B is not None:
-            parts, weights = {**parts, ENVIRONMENT: environment_B.astype(np.float32)}, [*weights, 1.0]
-        scores = _combine(parts, weights, [self._scores(name, names) for name in parts])
-        self._count_fruitless(np.asarray(scores.scorable_B), environment_failure)
+            parts = {**parts, ENVIRONMENT: environment_B.astype(np.float32)}
+            weights = {**weights, ENVIRONMENT: 1.0}
+            scored[ENVIRONMENT] = np.ones(len(prompts), bool)
+        scores = _combine(parts, weights, scored)
+        self._count_unscorable(np.asarray(scores.scorable_B), environment_failure)
         return scores
+
+    def _key(self, source: str) -> str:
+        """Return the key of the parts that score a source: the name of a source with parts of its own, else `RUN`."""
+        return source if source in self._numbers else RUN
 
     def _open(self, pool: RewardPool) -> None:
         self._batches.append(defaultdict(list))
         while len(self._batches) > BATCHES_AHEAD:
-            pool.drop(begun for several in self._batches.popleft().values() for begun in several)
+            pool.drop(calls for several in self._batches.popleft().values() for calls in several)
 
-    def _scores(self, name: str, sources: Sequence[str]) -> np.ndarray:
-        """Return bool `[B]`, rows that a part scores: rows of the part's source, else of sources without own parts."""
-        own = self._source_of.get(name)
-        if own is None:
-            return np.array([name == ENVIRONMENT or source not in self._own for source in sources], bool)
-        return np.array([source == own for source in sources], bool)
-
-    def _numbers(self, source: str) -> list[int]:
-        """Return the numbers of the functions that score a source."""
-        return [number for number, name in enumerate(self._functions) if self._scores(name, [source])[0]]
-
-    def _begin(self, pool: RewardPool, example: Example, response: Callable[[], str], source: str) -> None:
+    def _start(self, pool: RewardPool, example: Example, response: Callable[[], str], key: str) -> None:
         # An error here may be ignored: `score` then makes the same calls and raises the error itself.
         packed = pack(replace(example, response=response()))
-        begun = pool.begin([packed], lambda _: self._numbers(source))
-        self._batches[-1][packed, self._scored_as(source)] += begun
+        self._batches[-1][packed, key] += pool.start([(packed, self._numbers[key])])
 
-    def _take(self, pool: RewardPool, examples: list[Example], sources: list[str]) -> list[Begun]:
-        """Return the calls for each example: calls started by `begin`, or new calls."""
-        packed = [pack(example) for example in examples]
-        found = [self._find(one, self._scored_as(source)) for one, source in zip(packed, sources, strict=True)]
-        under_way = sum(call.started for begun in found if begun for call in begun)
-        numbers = {source: self._numbers(source) for source in set(sources)}
-        self.ahead = under_way, sum(len(numbers[source]) for source in sources)
-        missing = [n for n, begun in enumerate(found) if begun is None]
-        new = iter(pool.begin([packed[n] for n in missing], lambda n: numbers[sources[missing[n]]]))
-        return [next(new) if begun is None else begun for begun in found]
+    def _take(self, pool: RewardPool, examples: list[Example], keys: list[str]) -> list[ExampleCalls]:
+        """Return the calls for each example: calls that `start` made, or new calls."""
+        packed = [(pack(example), key) for example, key in zip(examples, keys, strict=True)]
+        found = [self._find(one) for one in packed]
+        started = sum(call.started for calls in found if calls for call in calls)
+        self.ahead = started, sum(len(self._numbers[key]) for key in keys)
+        missing = [one for one, calls in zip(packed, found, strict=True) if calls is None]
+        new = iter(pool.start((example, self._numbers[key]) for example, key in missing))
+        return [next(new) if calls is None else calls for calls in found]
 
-    def _scored_as(self, source: str) -> str:
-        """Return the name of the source whose parts score a response; "" for the parts of the run."""
-        return source if source in self._own else ""
-
-    def _find(self, packed: Packed, scored_as: str) -> Begun | None:
-        key = packed, scored_as
-        for batch in self._batches:
-            if key in batch:
-                begun = batch[key].pop(0)
-                if not batch[key]:
-                    del batch[key]
-                return begun
-        return None
+    def _find(self, packed: tuple[Packed, str]) -> ExampleCalls | None:
+        return next((batch[packed].pop(0) for batch in self._batches if batch.get(packed)), None)
 
     def _run_functions(
         self,
         pool: RewardPool,
         examples: list[Example],
-        sources: list[str],
+        keys: list[str],
         parts: dict[str, np.ndarray],
         progress: Callable[[int, int], None],
     ) -> None:
         shown_at = time.monotonic()
-        begun = self._thread.submit(self._take, pool, examples, sources).result()
+        calls = self._thread.submit(self._take, pool, examples, keys).result()
         total = self.ahead[1]
-        for done, outcome in enumerate(pool.finish(begun), start=1):
+        for done, outcome in enumerate(pool.outcomes(calls), start=1):
             if outcome.failure is None:
-                parts[self._functions[outcome.function]][outcome.index] = outcome.value
+                parts[self._functions[outcome.function].name][outcome.index] = outcome.value
             else:
                 self.failures.append(outcome.failure)
             if done == total or time.monotonic() - shown_at > PROGRESS_EVERY_S:
@@ -272,25 +258,23 @@ class Scorer:
             self.failures.append(Failure(name, int(index), "not-finite", f"returned {score_B[index]}"))
         return np.where(np.isfinite(score_B), score_B, np.nan).astype(np.float32)
 
-    def _count_fruitless(self, scorable_B: np.ndarray, environment_failure: str) -> None:
+    def _count_unscorable(self, scorable_B: np.ndarray, environment_failure: str) -> None:
         """Raise `RewardsFailing` after too many consecutive batches and responses without a scorable one."""
-        batches, responses = self._fruitless
-        self._fruitless = (0, 0) if scorable_B.any() else (batches + 1, responses + len(scorable_B))
-        batches, responses = self._fruitless
-        if not self._most_failures or batches < FRUITLESS_BATCHES or responses < self._most_failures:
+        batches, responses = self._unscorable
+        self._unscorable = (0, 0) if scorable_B.any() else (batches + 1, responses + len(scorable_B))
+        batches, responses = self._unscorable
+        if not self._most_failures or batches < UNSCORABLE_BATCHES or responses < self._most_failures:
             return
-        weight = dict(zip(self.names, self._weights, strict=True))
-        last = {failure.part: failure for failure in self.failures if weight[failure.part]}
+        references = {function.name: f" ({function.reference})" for function in self._functions}
+        last = {failure.part: failure for failure in self.failures if self._weights[failure.part]}
         causes = [f"environment, {environment_failure}"] if environment_failure else []
         causes += [
-            f"reward {name!r}{self._references.get(name, '')}, {failure.cause}: {failure.detail}"
+            f"reward {name!r}{references.get(name, '')}, {failure.cause}: {failure.detail}"
             for name, failure in last.items()
         ]
         raise RewardsFailing(
             f"none of the last {responses} responses, in {batches} batches, could be scored; the last time: "
-            f"{'; '.join(causes)}. "
-            "Give a number, 0 for a bad response, and start the run again, which goes on from its last checkpoint; "
-            "rewards.failures_in_a_row says how many responses are too many, and 0 never stops a run"
+            f"{'; '.join(causes)}. Give a number, 0 for a bad response, and {RESTART}"
         )
 
     def _report(self, rows: int) -> None:
@@ -305,10 +289,9 @@ class Scorer:
                 )
 
 
-def _combine(parts: dict[str, np.ndarray], weights: Sequence[float], scoring: Sequence[np.ndarray]) -> Scores:
-    """Return the weighted sum over the parts that score each row."""
-    columns = zip(weights, parts.values(), scoring, strict=True)
-    needed = [(weight, np.where(scores_B, part_B, 0.0)) for weight, part_B, scores_B in columns if weight]
+def _combine(parts: dict[str, np.ndarray], weights: Mapping[str, float], scored: Mapping[str, np.ndarray]) -> Scores:
+    """Return the weighted sum over the parts; `scored` are bool `[B]`, the rows that each part scores."""
+    needed = [(weights[name], np.where(scored[name], part_B, 0.0)) for name, part_B in parts.items() if weights[name]]
     rows = len(next(iter(parts.values())))
     total_B = sum((weight * part_B.astype(np.float64) for weight, part_B in needed), np.zeros(rows))
     # NaN marks failures; a sum beyond the range of float32 is not a score either.

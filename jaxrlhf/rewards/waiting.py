@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from jaxrlhf.processes.jobs import Answer, Job
 from jaxrlhf.processes.workers import WorkerGroup
-from jaxrlhf.rewards.protocol import Cause, Function, RewardsFailing
+from jaxrlhf.rewards.protocol import RESTART, Cause, Function, RewardsFailing
 
 CHUNK_SIZE = 64  # calls in one message
 FAILURES: tuple[Cause, ...] = ("timeout", "crash", "exception")  # other causes come from functions that work
@@ -127,8 +127,7 @@ class WaitingCalls:
         error = RewardsFailing(
             f"reward {function.name!r} ({function.reference}) failed on {failed} responses in a row and gave no answer "
             f"in between; the last time: {failure.cause}: {failure.detail}. Repair it, or what it depends on, and "
-            "start the run again, which goes on from its last checkpoint; rewards.failures_in_a_row says how many are "
-            "too many, and 0 never stops a run"
+            f"{RESTART}"
         )
         call.answer.set_exception(error)
         raise error

@@ -5,7 +5,6 @@ and a plain function is called on one after the other.
 """
 
 import functools
-import math
 import os
 import pickle
 import sys
@@ -18,6 +17,7 @@ from jaxrlhf.config.named_functions import check_call, load
 from jaxrlhf.processes.calls import Calls
 from jaxrlhf.processes.channel import Channel
 from jaxrlhf.processes.jobs import CodeFailure, Split
+from jaxrlhf.processes.plain import is_finite, is_number, short_repr
 from jaxrlhf.rewards.protocol import (
     Function,
     asks_question,
@@ -27,9 +27,7 @@ from jaxrlhf.rewards.protocol import (
     is_batched,
 )
 
-LARGEST_SCORE = 3.4028234663852886e38  # largest float32
 THREADS = "/proc/self/task"
-PRINTED_BYTES = 1 << 20  # of one call, that are passed on
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class RewardCode:
     """Loaded reward functions.
 
     Attributes:
-      forkable: False if the functions' modules have started threads: a function may wait for them in vain in a fork.
+      forkable: False if the functions' modules have started threads, because a fork does not have these threads.
     """
 
     functions: Sequence[Callable[..., Any]]
@@ -78,7 +76,7 @@ class RewardCode:
         """Answer chunks until the channel closes."""
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed()  # Python's generator seeds itself in a fork
-        calls = Calls(channel, limit_s=self.timeout_s, output_bytes=PRINTED_BYTES)
+        calls = Calls(channel, limit_s=self.timeout_s)
         calls.serve(functools.partial(self._answer, calls))
 
     def _answer(self, calls: Calls, chunk: Chunk) -> None:
@@ -149,12 +147,10 @@ def score(calls: Calls, value: Any) -> float | CodeFailure:
         return calls.failure(value)
     if value is None:
         return CodeFailure("none", "returned None")
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "shape", False):
-        return CodeFailure("not-a-number", f"returned {one_line_repr(value)}, not a number")
+    if not is_number(value):
+        return CodeFailure("not-a-number", f"returned a {type(value).__name__}: {short_repr(value)}, not a number")
     number = float(value)
-    if not math.isfinite(number) or abs(number) > LARGEST_SCORE:
-        return CodeFailure("not-finite", f"returned {number}")
-    return number
+    return number if is_finite(number) else CodeFailure("not-finite", f"returned {number}")
 
 
 def scores(calls: Calls, count: int, values: Any) -> list[float | CodeFailure]:
@@ -163,11 +159,6 @@ def scores(calls: Calls, count: int, values: Any) -> list[float | CodeFailure]:
     found = list(values) if sized and getattr(values, "shape", True) else None  # an array may be a number
     if found is not None and len(found) == count:
         return [score(calls, value) for value in found]
-    returned = one_line_repr(values) if found is None else f"{len(found)} scores"
+    returned = f"a {type(values).__name__}: {short_repr(values)}" if found is None else f"{len(found)} scores"
     wrong = f"returned {returned} for {count} responses; a batched function gives a list, one score for each"
     return [CodeFailure("exception", wrong)] * count
-
-
-def one_line_repr(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return f"a {type(value).__name__}: {text if len(text) <= 120 else text[:117] + '...'}"

@@ -46,7 +46,7 @@ class Reward:
     def _start(self, problem: Problem, completion: Completion) -> None:
         text = partial(self._text, completion.tokens)
         context = problem.question, problem.source
-        self._scorer.begin(problem.prompt, text, problem.answer, _shown(problem), *context)
+        self._scorer.start(problem.prompt, text, problem.answer, _shown(problem), *context)
 
     def take_metrics(self) -> Metrics:
         """Return the fraction of function calls that had started before `compute_reward`, since the last metrics."""

@@ -164,7 +164,7 @@ class Sampler:
     ) -> EpisodeBatch:
         """Continue groups of episodes until enough are complete; see `GenerationWorker.continue_episodes`."""
         assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes require an environment"
-        return self.agent_loop.go_on(
+        return self.agent_loop.resume_groups(
             self.engine,
             problems,
             groups,

@@ -1,4 +1,4 @@
-"""Episodes: the tokens of every turn are those that the policy drew, whoever else is under way and however slow."""
+"""Episodes turn by turn: sampled tokens do not depend on other episodes or on timing."""
 
 import functools
 import threading
@@ -83,7 +83,7 @@ def loop():
 
 
 def problems(count, *, pause_s=0.0, first=0):
-    """Problems whose environments talk for ten turns; every second one pauses before its answers."""
+    """Problems with environments of ten turns; every second environment pauses before its answers."""
     return [
         Problem(
             first + number,
@@ -97,7 +97,7 @@ def problems(count, *, pause_s=0.0, first=0):
 
 
 def prompts_of(batch):
-    """Lengths of the prompts of every turn: all tokens before it."""
+    """Prompt length of each turn: the number of earlier tokens."""
     turn_BT = batch.rollout.episodes.turn_BT
     return [int((row_T == turn).argmax()) for row_T in turn_BT for turn in range(row_T.max() + 1)]
 
@@ -111,7 +111,7 @@ def together(loop, engine):
     return run(loop, engine, problems(6))
 
 
-def test_the_log_probabilities_of_ten_turns_are_the_trainers(together, weights):
+def test_the_log_probabilities_of_ten_turns_equal_the_trainers(together, weights):
     sequences = together.rollout.sequences
     position_BT = np.broadcast_to(np.arange(PROMPT + RESPONSE), sequences.token_BT.shape)
     inside_BT = (position_BT < sequences.length_B[:, None]).astype(np.int32)
@@ -127,7 +127,7 @@ def test_the_log_probabilities_of_ten_turns_are_the_trainers(together, weights):
     assert not together.rollout.sampler_logp_BT[~sequences.mask_BT].any()
 
 
-def test_every_turn_is_in_its_place(together):
+def test_tokens_have_their_turn_numbers(together):
     rollout = together.rollout
     assert rollout.episodes.episode_B.tolist() == list(range(12))
     for row, record in enumerate(together.record_E):
@@ -150,7 +150,7 @@ def test_turns_in_equal_states_have_one_anchor(together):
     assert len(even) == len(odd) == 1 and even != odd  # `Talks` names two states, which take turns
 
 
-def test_an_episode_alone_is_the_same_among_others_with_slow_tools(loop, engine, together):
+def test_an_episode_does_not_depend_on_other_episodes_with_slow_tools(loop, engine, together):
     slow = run(loop, engine, problems(6, pause_s=0.05))
     alone = run(loop, engine, problems(1, first=4))
     assert {record.stop for batch in (slow, alone) for record in batch.record_E} == {"done"}
@@ -163,7 +163,7 @@ def test_an_episode_alone_is_the_same_among_others_with_slow_tools(loop, engine,
 
 
 class LastFirst(EnvironmentPool):
-    """Answers a turn of all episodes in the reverse of the order in which they were asked."""
+    """Pool that answers the steps of a turn in reverse order."""
 
     def __init__(self, *args, episodes):
         super().__init__(*args)
@@ -190,9 +190,7 @@ class LastFirst(EnvironmentPool):
     [(12, functools.partial(LastFirst, episodes=12)), (1, EnvironmentPool), (4, EnvironmentPool)],
     ids=["answers in reverse", "one process", "four processes"],
 )
-def test_neither_the_order_of_answers_nor_the_processes_they_come_from_change_a_token(
-    loop, engine, together, processes, pool_of
-):
+def test_tokens_depend_neither_on_the_order_of_answers_nor_on_processes(loop, engine, together, processes, pool_of):
     settings = replace(TALKS, episodes_per_process=12 // processes, workers=processes)
     with pool_of((settings,)) as pool:
         batch = run(replace(loop, environment=settings, pool=pool), engine, problems(6))
@@ -201,8 +199,8 @@ def test_neither_the_order_of_answers_nor_the_processes_they_come_from_change_a_
         np.testing.assert_array_equal(getattr(batch.rollout.sequences, name), getattr(together.rollout.sequences, name))
 
 
-def test_later_turns_compute_what_is_new_alone(loop, engine):
-    """At most a quarter of all prompt tokens is prefilled: prompts that run together begin where the shortest does."""
+def test_later_turns_compute_only_new_tokens(loop, engine):
+    """At most a quarter of all prompt tokens is prefilled: a prefill starts at the shortest cached prefix."""
     before = engine.prefill.prompt_tokens, engine.prefill.reused_tokens
     batch = run(loop, engine, problems(4), copies=1)
     assert {record.stop for record in batch.record_E} == {"done"}
@@ -218,11 +216,11 @@ ENDS = {
     "environment_timeout": {"call_s": 0.1},
     "environment_truncated": {"factory": "talking_environments:GivesUp"},
 }
-"""Settings of an environment whose episodes end for a cause."""
+"""Settings of an environment by the cause that ends its episodes."""
 
 
 @pytest.mark.parametrize("stop", ENDS)
-def test_what_ends_an_episode_is_said(loop, engine, stop):
+def test_the_cause_of_the_end_is_recorded(loop, engine, stop):
     settings = replace(TALKS, **ENDS[stop])
     with EnvironmentPool((settings,)) as pool:
         pause_s = 1.0 if stop.endswith("timeout") else 0.0
@@ -232,7 +230,7 @@ def test_what_ends_an_episode_is_said(loop, engine, stop):
     assert bool(batch.record_E[1].failure) == (stop in FAILURES or stop == "episode_timeout")
 
 
-def test_an_episode_ends_where_its_tokens_do(loop, engine):
+def test_an_episode_ends_at_its_token_limit(loop, engine):
     batch = run(replace(loop, max_response_tokens=20), engine, problems(2), copies=1)
     assert {record.stop for record in batch.record_E} == {"tokens_of_episode"}
     assert all(len(record.turns) > 1 for record in batch.record_E)
@@ -240,7 +238,7 @@ def test_an_episode_ends_where_its_tokens_do(loop, engine):
 
 
 SAID = {"answered": ["<<1*7>>", "7"], "tool_calls": ["<<1*7>>", "<<7*1>>"], "malformed_call": ["<<1*7"]}
-"""Replies with which an episode with a tool ends for a cause."""
+"""Replies of an episode with a tool by the cause of its end."""
 
 
 @pytest.fixture(scope="module")
@@ -255,8 +253,8 @@ def calculates():
     [*((stop, "<|eos|>") for stop in SAID), ("answered", "")],
     ids=[*SAID, "by a token that is not the template's"],
 )
-def test_calls_end_an_episode(calculates, engine, monkeypatch, stop, closing):
-    """The replies are written here, since random weights call no tool."""
+def test_too_many_calls_end_an_episode(calculates, engine, monkeypatch, stop, closing):
+    """The replies are scripted, because random weights call no tool."""
     monkeypatch.setattr(EngineService, "submit", written(text + closing for text in SAID[stop]))
     record = run(calculates, engine, problems(1), copies=1).record_E[0]
     assert record.stop == stop
@@ -264,7 +262,7 @@ def test_calls_end_an_episode(calculates, engine, monkeypatch, stop, closing):
 
 
 def written(replies, *, truncated=False):
-    """`EngineService.submit` that answers with these replies, and then never."""
+    """Return an `EngineService.submit` that answers with these replies, and never again after the last."""
     left = iter(replies)
 
     def submit(service, request, sampling, *, seed):
@@ -277,7 +275,7 @@ def written(replies, *, truncated=False):
     return submit
 
 
-def test_a_cut_reply_that_calls_no_tool_is_no_answer(calculates, engine, monkeypatch):
+def test_a_truncated_reply_without_calls_is_not_an_answer(calculates, engine, monkeypatch):
     monkeypatch.setattr(EngineService, "submit", written(["<<1*7>>", "12"], truncated=True))
     settings = replace(calculates.environment, cut_turns="close", max_calls=2)
     batch = run(replace(calculates, environment=settings), engine, problems(1), copies=1)
@@ -286,7 +284,7 @@ def test_a_cut_reply_that_calls_no_tool_is_no_answer(calculates, engine, monkeyp
 
 
 @pytest.mark.slow
-def test_an_episode_whose_time_is_up_while_the_policy_replies_is_paid(engine, monkeypatch):
+def test_an_episode_that_times_out_during_a_reply_gets_its_final_reward(engine, monkeypatch):
     monkeypatch.setattr(EngineService, "submit", written(["<<1>><|eos|>"]))
     settings = replace(TALKS, factory="talking_environments:Answers", episode_s=1.0)
     with EnvironmentPool((settings,)) as pool:
@@ -295,19 +293,19 @@ def test_an_episode_whose_time_is_up_while_the_policy_replies_is_paid(engine, mo
     assert batch.rollout.episodes.reward_BT.sum() == 1.0
 
 
-def test_every_cause_of_an_end_is_seen_here():
-    """The causes that this file's tests do not list by turn end whole episodes, or are of a prompt that is too long."""
+def test_every_stop_cause_is_tested():
+    """Causes that no table above lists have a test of their own in this folder."""
     assert {"done", "environment_error", "tokens_of_episode", *ENDS, *SAID} == set(STOP_CAUSES)
 
 
-def test_a_first_prompt_that_is_too_long_fails_its_episode_alone(loop, engine):
+def test_a_first_prompt_that_is_too_long_fails_only_its_episode(loop, engine):
     batch = run(replace(loop, max_prompt_tokens=3), engine, problems(1), copies=1)
     assert batch.record_E[0].stop == "environment_error"
     assert "rollout.max_prompt_tokens=3" in batch.record_E[0].failure
     assert not batch.rollout.sequences.mask_BT.any()
 
 
-def test_tools_that_cannot_be_right_fail_their_episode_alone(loop, engine, monkeypatch):
+def test_invalid_tool_schemas_fail_only_their_episode(loop, engine, monkeypatch):
     begun = Future()
     begun.set_result(Opening([{"role": "user", "content": "?"}], [{"type": "function", "function": {"name": "f"}}] * 2))
     monkeypatch.setattr(EnvironmentPool, "start", lambda *_: begun)
@@ -315,7 +313,7 @@ def test_tools_that_cannot_be_right_fail_their_episode_alone(loop, engine, monke
     assert record.stop == "environment_error" and "two tools have the name 'f'" in record.failure
 
 
-def test_a_rewritten_history_that_is_too_long_is_no_row(loop, engine, monkeypatch):
+def test_a_rewritten_history_that_is_too_long_is_not_a_row(loop, engine, monkeypatch):
     def rewrites(conversation, _):
         conversation._streams.append(replace(conversation._streams[0], tokens=[7] * (PROMPT + RESPONSE + 1), drawn=[]))
 
@@ -328,8 +326,8 @@ def test_a_rewritten_history_that_is_too_long_is_no_row(loop, engine, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_class_whose_methods_are_tools_adds_to_the_records_prompt(engine):
-    """TRL's form: text of `reset` stands behind the prompt, tools are the class's own, `get_reward` is paid last."""
+def test_a_class_with_tools_as_methods_appends_to_the_records_prompt(engine):
+    """As in TRL: the text of `reset` is appended to the prompt, methods are tools, `get_reward` is the final reward."""
     settings = replace(TALKS, factory="talking_environments:Answers")
     with EnvironmentPool((settings,)) as pool:
         batch = run(AgentLoop(settings, ChatFormat(TOKENIZER), pool, PROMPT, RESPONSE), engine, problems(1), copies=1)
@@ -340,8 +338,8 @@ def test_a_class_whose_methods_are_tools_adds_to_the_records_prompt(engine):
     assert record.environment_reward == sum(len(turn.calls) for turn in record.turns)
 
 
-def test_a_stop_text_ends_a_reply_that_goes_on_in_the_next_turn():
-    """No end of turn was drawn, so one is inserted, and the episode is not taken for cut."""
+def test_a_stop_text_ends_a_reply_and_the_next_turn_continues():
+    """No end of turn was sampled, so one is inserted, and the episode does not count as truncated."""
     conversation = Conversation(ChatFormat(TOKENIZER), [{"role": "user", "content": "1"}])
     drawn = TOKENIZER.encode("12", add_special_tokens=False)
     reply = conversation.sampled(drawn, [-1.0] * len(drawn), ended=True)

@@ -1,4 +1,4 @@
-"""Episodes whose environments show pictures: what is drawn of them is what training computes."""
+"""Episodes with pictures: the trainer computes the log-probabilities that the sampler reported."""
 
 import base64
 import copy
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import PIL.Image
+import PIL.ImageFile
 import pytest
 import seeing_environments
 from tiny_models import drawn
@@ -31,6 +32,7 @@ from jaxrlhf.conversations.conversation import Conversation
 from jaxrlhf.conversations.images import marked, with_sources, written
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.engine import Engine, Request
+from jaxrlhf.environments.answers import tool_content
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.episode import EnvironmentFailure, Reply, ShownImage, ToolCall
 from jaxrlhf.models import model_config, tokenizer_of
@@ -49,7 +51,7 @@ SHOWS_ONE = replace(SHOWS, factory="seeing_environments:ShowsOne", max_turns=2)
 
 
 def small_model():
-    """A model of one layer, with a tower of one."""
+    """Return a model with one layer and a vision tower of one layer."""
     small = load_configuration("grpo_shapes").model
     small = replace(small, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8)
     return replace(small, vision=replace(small.vision, hidden_size=16, intermediate_size=16, num_layers=1))
@@ -57,7 +59,7 @@ def small_model():
 
 @functools.cache
 def parts():
-    """A tiny policy that sees: its shape, tokenizer and reader, and an engine that has its weights."""
+    """Return shape, tokenizer, image reader and weights of a tiny vision policy, and an engine with these weights."""
     config = replace(load_configuration("grpo_shapes"), model=small_model())
     tokenizer = tokenizer_of(config)
     shape = model_config(config.model, tokenizer)
@@ -94,7 +96,7 @@ def problem(number, **record):
 
 
 def with_picture(number):
-    """A problem whose prompt shows a picture."""
+    """Return a problem with a picture in its prompt."""
     _, tokenizer, reader, _, _ = parts()
     data = Shapes(train_problems=1)
     (one,) = load_problems(data, tokenizer, split="train", max_prompt_tokens=PROMPT, reader=reader).problems
@@ -102,7 +104,7 @@ def with_picture(number):
 
 
 def logp_of(sequences):
-    """Log-probabilities as training computes them, of rows in which prompts are shared."""
+    """Compute log-probabilities as in training, in rows with shared prompts."""
     shape, _, reader, params, _ = parts()
     packing = Packing(sequences, rows=2, row_tokens=4 * (PROMPT + RESPONSE), vision=shape.vision, pixels=reader.patches)
 
@@ -122,8 +124,8 @@ def played():
 
 
 @pytest.mark.slow
-def test_every_turn_sees_the_pictures_before_it():
-    """Pictures that reset and steps of the environment show, and one in the prompt of a record."""
+def test_every_turn_sees_the_earlier_pictures():
+    """Pictures of `reset`, of `step`, and of a record's prompt."""
     batch = played()
     sequences = batch.rollout.sequences
     assert [record.stop for record in batch.record_E] == ["done"] * 4
@@ -137,8 +139,8 @@ def test_every_turn_sees_the_pictures_before_it():
 
 
 @pytest.mark.slow
-def test_other_pictures_make_other_probabilities():
-    """Pictures of later turns as well as those of the prompt."""
+def test_probabilities_depend_on_the_pictures():
+    """They depend on pictures of later turns and on pictures of the prompt."""
     sequences = played().rollout.sequences
     for place in range(TURNS):
         images_B = np.empty(4, object)
@@ -158,7 +160,7 @@ def test_other_pictures_make_other_probabilities():
 
 
 @pytest.mark.slow
-def test_pictures_are_kept_once_by_their_content():
+def test_pictures_with_equal_content_are_stored_once():
     """Rows and records of a batch share one object for each picture, and a pickle of the batch holds its content."""
     batch = played()
     shown = [image.source for images in batch.rollout.sequences.images_B for image in images]
@@ -175,15 +177,15 @@ def test_pictures_are_kept_once_by_their_content():
     assert pickle.dumps(batch).count(shown[0].load().encode()) == 1
 
 
-def test_a_prompt_of_a_record_is_the_same_where_an_environment_adds_to_it():
+def test_a_records_prompt_has_the_same_tokens_in_a_conversation():
     _, tokenizer, reader, _, _ = parts()
     one = with_picture(0)
     begun = Conversation(ChatFormat(tokenizer, reader=reader), with_sources(one.messages, one.images))
     assert (begun.prompt, begun.images) == (one.prompt_tokens, one.images)
 
 
-def test_prompts_with_other_pictures_are_not_shared():
-    """Though their tokens are the same."""
+def test_prompts_with_different_pictures_are_not_shared():
+    """Their tokens are equal."""
     token_BT = np.array([[1, 2, 9, 9, 3, 4, 5]] * 3)
     mask_BT = np.array([[0, 0, 0, 0, 0, 0, 1]] * 3, bool)
     images_B = np.empty(3, object)
@@ -209,21 +211,35 @@ def test_pictures_that_cannot_be_shown_fail_the_episode(environment, said):
     assert record.stop == "environment_error" and said in record.failure
 
 
-def test_a_policy_that_reads_text_alone_is_shown_none():
+def test_pictures_are_refused_for_a_policy_without_vision():
     told, sources = marked([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}])
     with pytest.raises(EnvironmentFailure, match="vision tower"):
         written(told, sources, None, lambda messages: ())
 
 
-def test_text_beside_pictures_spells_no_mark():
+@pytest.mark.parametrize("sizes", [[(8193, 8192)], [(8192, 4096)] * 3], ids=["one", "together"])
+def test_a_small_file_of_many_pixels_is_refused_before_it_is_decoded(monkeypatch, sizes):
+    """A tool may return such a picture, compressed to a few kilobytes."""
+    reader, shown = parts()[2], []
+    for size in sizes:
+        stream = io.BytesIO()
+        PIL.Image.new("1", size).save(stream, "PNG", optimize=True)
+        shown.append({"type": "image", "image": stream.getvalue()})
+    told, sources = marked([{"role": "tool", "content": tool_content(shown, 1 << 20)}])
+    monkeypatch.setattr(PIL.ImageFile.ImageFile, "load", lambda self: pytest.fail("the picture was decoded"))
+    with pytest.raises(EnvironmentFailure, match="more than 67108864"):
+        written(told, sources, reader, lambda messages: ())
+
+
+def test_texts_with_pictures_must_not_spell_the_mark():
     image = {"type": "image_url", "image_url": {"url": "data:x"}}
     with pytest.raises(EnvironmentFailure, match="spell"):
         marked([{"role": "user", "content": [image, {"type": "text", "text": "an <image>"}]}])
 
 
 @pytest.mark.slow
-def test_a_placeholder_that_the_policy_drew_stands_for_nothing():
-    """In an earlier reply; in a first prompt it is refused."""
+def test_a_sampled_placeholder_is_not_a_picture():
+    """In an earlier reply it is a token; in a first prompt it is refused."""
     _, _, reader, _, engine = parts()
     one, token = with_picture(0), reader.placeholders.token
     prompt = (*one.prompt_tokens, 7, token, 8)
@@ -242,7 +258,7 @@ def test_a_placeholder_that_the_policy_drew_stands_for_nothing():
 
 
 def rewriting():
-    """Form of chats whose template writes an earlier reply otherwise than the last one."""
+    """Return a chat format whose template writes earlier replies differently from the last reply."""
     _, tokenizer, reader, _, _ = parts()
     rewritten = copy.deepcopy(tokenizer)
     said = "message.content }}"
@@ -253,8 +269,8 @@ def rewriting():
 
 
 @pytest.mark.slow
-def test_a_history_that_is_rewritten_shows_its_pictures_again():
-    """In a further sequence for each reply, trained as it was drawn."""
+def test_a_rewritten_history_shows_its_pictures_again():
+    """Each reply starts a further sequence, trained as it was sampled."""
     batch = run(replace(SHOWS, history="as_templated"), [problem(0), with_picture(1)], form=rewriting())
     sequences, episodes = batch.rollout.sequences, batch.rollout.episodes
     assert [record.stop for record in batch.record_E] == ["done"] * 4
@@ -269,7 +285,7 @@ def test_a_history_that_is_rewritten_shows_its_pictures_again():
 
 
 @pytest.mark.slow
-def test_a_reply_that_spells_a_mark_is_no_picture_in_a_rewritten_history():
+def test_a_mark_in_a_reply_is_not_a_picture_in_a_rewritten_history():
     form, one = rewriting(), with_picture(0)
     conversation = Conversation(form, with_sources(one.messages, one.images), history="as_templated")
     drawn = (*form.tokenizer.encode("an <image>", add_special_tokens=False), form.tokenizer.eos_token_id)
@@ -285,8 +301,8 @@ def test_a_record_without_pictures_may_spell_a_mark():
 
 
 @pytest.mark.slow
-def test_pictures_of_an_agent_program_are_trained_on_as_they_were_seen():
-    """Two sequences of an episode, whose first prompts differ by their pictures alone."""
+def test_pictures_of_an_agent_program_are_trained_on():
+    """Two sequences of an episode, whose first prompts differ only by their pictures."""
     batch = run(Agent(program="seeing_environments:asks", turn_tokens=5), [problem(0), problem(1)])
     sequences = batch.rollout.sequences
     assert [record.stop for record in batch.record_E] == ["done"] * 4
@@ -326,7 +342,7 @@ def test_tools_answer_with_pictures():
 
 
 def shown_run(workdir, *, steps, **rollout):
-    """A run on two pictures an episode."""
+    """Return a configuration with two pictures per episode."""
     shipped, sizes = load_configuration("grpo_shapes"), {"max_prompt_tokens": PROMPT, "max_response_tokens": 64}
     return replace(
         shipped,
@@ -346,7 +362,7 @@ def shown_run(workdir, *, steps, **rollout):
 
 @pytest.mark.seeds
 @pytest.mark.usefixtures("programs", "undrawn")
-def test_a_policy_trains_on_what_it_was_shown(tmp_path):
+def test_a_policy_trains_on_pictures_of_its_environment(tmp_path):
     assert jaxrlhf.run(shown_run(tmp_path, steps=2)).finished
     metrics = records(tmp_path / "metrics.jsonl")
     assert all(record["sampler/logp_gap_max"] < 1e-4 for record in metrics)
@@ -359,8 +375,8 @@ def test_a_policy_trains_on_what_it_was_shown(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("programs", "undrawn")
-def test_a_checkpoint_holds_the_pictures_of_episodes_that_wait(tmp_path, monkeypatch):
-    """A run at a staleness goes on from its second step with the same numbers."""
+def test_a_checkpoint_contains_the_pictures_of_waiting_episodes(tmp_path, monkeypatch):
+    """An asynchronous run resumes from its second step with equal numbers."""
     monkeypatch.setattr("jaxrlhf.engine.buckets.SHORTEST_BUCKET", 96)
     monkeypatch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", 96)
     whole, cut = (shown_run(tmp_path / name, steps=3, staleness=1) for name in ("whole", "cut"))

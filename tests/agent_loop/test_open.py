@@ -1,4 +1,4 @@
-"""Episodes that go on while the policy changes: no reply is drawn by two policies, and nobody waits for slow tools."""
+"""Episodes that continue across updates: one policy samples each reply, and no update waits for slow tools."""
 
 import time
 from dataclasses import replace
@@ -25,7 +25,7 @@ SLOW_S = 0.1
 
 @pytest.fixture
 def agents(loop):
-    """A loop of its own, whose episodes nobody else goes on with."""
+    """Loop whose open episodes belong to one test."""
     made = replace(loop)
     yield made
     if made._open is not None:
@@ -42,9 +42,9 @@ def groups(count, *, ended=(), begun=0):
     return OpenGroups(np.full(count, 11), np.full(count, begun), ended_P)
 
 
-def go_on(agents, engine, asked, state, *, complete=None, due=-1):
+def resume(agents, engine, asked, state, *, complete=None, due=-1):
     until = Round(len(asked) if complete is None else complete, len(asked), due)
-    return agents.go_on(engine, asked, state, Sampling(), until, copies=COPIES, width=PROMPT + RESPONSE)
+    return agents.resume_groups(engine, asked, state, Sampling(), until, copies=COPIES, width=PROMPT + RESPONSE)
 
 
 def load(engine, weights, version):
@@ -67,17 +67,17 @@ def logps(weights, sequences):
 
 
 @pytest.mark.slow
-def test_slow_episodes_go_on_under_the_next_policy(agents, engine, weights, new_weights):
-    """Each token's log-probability is that of the policy that drew it, given all tokens before; a turn has one."""
+def test_slow_episodes_continue_under_the_next_policy(agents, engine, weights, new_weights):
+    """Each token has the log-probability of the policy that sampled it, and all tokens of a turn have one policy."""
     asked = problems(4, pause_s=SLOW_S)
     whole = run(agents, engine, asked)
-    first = go_on(agents, engine, asked, groups(4), complete=2)
-    assert prompts(first) == [0, 2]  # the others pause
+    first = resume(agents, engine, asked, groups(4), complete=2)
+    assert prompts(first) == [0, 2]  # the other environments pause
     rows = np.isin(whole.rollout.sequences.prompt_id_B, (0, 2))
     np.testing.assert_array_equal(first.rollout.sequences.token_BT, whole.rollout.sequences.token_BT[rows])
     load(engine, new_weights, 4)
     try:
-        rest = go_on(agents, engine, asked, groups(4, ended=(0, 2)))
+        rest = resume(agents, engine, asked, groups(4, ended=(0, 2)))
     finally:
         load(engine, weights, 3)
     assert prompts(rest) == [1, 3] and {record.stop for record in rest.record_E} == {"done"}
@@ -95,62 +95,62 @@ def test_slow_episodes_go_on_under_the_next_policy(agents, engine, weights, new_
         assert len(record.turns) == TURNS
 
 
-def test_groups_that_may_be_put_off_no_more_are_waited_for(agents, engine):
+def test_due_groups_are_completed(agents, engine):
     asked = problems(2, pause_s=SLOW_S)
     state = replace(groups(2), begun_P=np.array([5, 4]))
-    assert prompts(go_on(agents, engine, asked, state, complete=1, due=4)) == [0, 1]
+    assert prompts(resume(agents, engine, asked, state, complete=1, due=4)) == [0, 1]
 
 
 @pytest.mark.slow
-def test_a_group_that_is_given_up_is_dropped_and_begins_anew_if_it_is_asked_for_again(agents, engine):
+def test_a_group_missing_in_a_call_is_dropped_and_later_starts_again(agents, engine):
     asked = problems(2, pause_s=SLOW_S)
-    go_on(agents, engine, asked, groups(2), complete=1)
+    resume(agents, engine, asked, groups(2), complete=1)
     later = problems(1, first=8)
-    assert prompts(go_on(agents, engine, later, groups(1, begun=1))) == [8]
-    again = go_on(agents, engine, asked[1:], groups(1))
+    assert prompts(resume(agents, engine, later, groups(1, begun=1))) == [8]
+    again = resume(agents, engine, asked[1:], groups(1))
     np.testing.assert_array_equal(
         again.rollout.sequences.token_BT, run(agents, engine, asked[1:]).rollout.sequences.token_BT
     )
 
 
-def test_others_may_go_through_the_same_episodes_between_two_calls(agents, engine):
+def test_evaluation_may_run_the_same_episodes_between_two_calls(agents, engine):
     """Evaluation problems have the same numbers as training problems, and run on the same engine and environments."""
     asked = problems(2, pause_s=SLOW_S)
-    go_on(agents, engine, asked, groups(2), complete=1)
+    resume(agents, engine, asked, groups(2), complete=1)
     between = run(agents, engine, asked)
-    rest = go_on(agents, engine, asked, groups(2, ended=(0,)))
+    rest = resume(agents, engine, asked, groups(2, ended=(0,)))
     assert {record.stop for batch in (between, rest) for record in batch.record_E} == {"done"}
     rows = between.rollout.sequences.prompt_id_B == 1
     np.testing.assert_array_equal(rest.rollout.sequences.token_BT, between.rollout.sequences.token_BT[rows])
 
 
 @pytest.mark.slow
-def test_seconds_between_two_calls_do_not_count(agents, engine):
-    """Neither those of an episode that is under way, nor of one that another lets in when it ends meanwhile."""
+def test_time_limits_pause_between_two_calls(agents, engine):
+    """Limits of open episodes, and of an episode that starts because another one ends between the calls."""
     settings = replace(TALKS, episode_s=3.0, in_flight=2 * COPIES)
     records = {"turns": 1}, {"turns": 1, "pause_s": 0.4}, {"turns": TURNS, "pause_s": SLOW_S}, {"turns": TURNS}
     asked = [replace(one, record=record) for one, record in zip(problems(4), records, strict=True)]
     with EnvironmentPool((settings,)) as pool:
         timed = replace(agents, environment=settings, pool=pool)
         try:
-            assert prompts(go_on(timed, engine, asked, groups(4), complete=1)) == [0]
+            assert prompts(resume(timed, engine, asked, groups(4), complete=1)) == [0]
             time.sleep(4.0)
-            rest = go_on(timed, engine, asked, groups(4, ended=(0,)))
+            rest = resume(timed, engine, asked, groups(4, ended=(0,)))
         finally:
             timed._open.close()
     assert {record.stop for record in rest.record_E} == {"done"}
     assert max(turn.policy_s for record in rest.record_E for turn in record.turns) < 2.0
 
 
-def test_an_episode_may_be_paid_between_two_calls(agents, engine):
-    """Its time has stopped by then."""
+def test_an_episode_may_get_its_final_reward_between_two_calls(agents, engine):
+    """Its time limit is paused."""
     settings = replace(TALKS, factory="talking_environments:PaysLate", max_turns=1, episode_s=60.0)
     asked = problems(2, pause_s=1.0)
     with EnvironmentPool((settings,)) as pool:
         timed = replace(agents, environment=settings, pool=pool)
         try:
-            assert prompts(go_on(timed, engine, asked, groups(2), complete=1)) == [0]
-            rest = go_on(timed, engine, asked, groups(2, ended=(0,)))
+            assert prompts(resume(timed, engine, asked, groups(2), complete=1)) == [0]
+            rest = resume(timed, engine, asked, groups(2, ended=(0,)))
         finally:
             timed._open.close()
     assert {record.stop for record in rest.record_E} == {"turns"}
@@ -159,7 +159,7 @@ def test_an_episode_may_be_paid_between_two_calls(agents, engine):
     } == {7}
 
 
-def test_what_fails_in_the_engine_reaches_the_caller_and_the_next_call_begins_anew(agents, engine, monkeypatch):
+def test_errors_of_the_engine_are_raised_and_the_next_call_starts_again(agents, engine, monkeypatch):
     asked = problems(2)
 
     def diverges():
@@ -167,6 +167,6 @@ def test_what_fails_in_the_engine_reaches_the_caller_and_the_next_call_begins_an
 
     monkeypatch.setattr(engine, "step", diverges)
     with pytest.raises(Diverged, match="not finite"):
-        go_on(agents, engine, asked, groups(2))
+        resume(agents, engine, asked, groups(2))
     monkeypatch.undo()
-    assert prompts(go_on(agents, engine, asked, groups(2))) == [0, 1]
+    assert prompts(resume(agents, engine, asked, groups(2))) == [0, 1]

@@ -1,4 +1,4 @@
-"""Agent programs over HTTP: what the policy drew for them is trained, each call once, and failures are theirs alone."""
+"""Agent programs over HTTP: each sampled token is trained once, and a failing program fails only its episode."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.dataflows.batches.episodes import episode_metrics
 from jaxrlhf.environments.pool import EnvironmentPool
 from tests.agent_loop.test_agent_loop import PROMPT, RESPONSE, TOKENIZER, engine, run, weights  # noqa: F401 - two are fixtures
-from tests.agent_loop.test_open import go_on, groups, load, prompts
+from tests.agent_loop.test_open import groups, load, prompts, resume
 
 pytestmark = pytest.mark.slow
 PROBLEMS = [Problem(number, "", (5,), record={"number": number}) for number in range(3)]
@@ -25,7 +25,7 @@ def played(engine, program, **settings):  # noqa: F811 - the fixture's value
         return run(AgentLoop(agent, ChatFormat(TOKENIZER), pool, PROMPT, RESPONSE), engine, PROBLEMS, copies=2)
 
 
-def test_calls_that_extend_each_other_are_one_sequence(engine):  # noqa: F811
+def test_requests_that_extend_each_other_are_one_sequence(engine):  # noqa: F811
     batch = played(engine, "asks_twice")
     rollout, episodes = batch.rollout, batch.rollout.episodes
     assert [record.stop for record in batch.record_E] == ["done"] * 6
@@ -48,26 +48,26 @@ def test_calls_that_extend_each_other_are_one_sequence(engine):  # noqa: F811
         ("hangs", {"episode_s": 1.0}, "episode_timeout", None),
     ],
 )
-def test_programs_that_ask_nothing_end_by_themselves(engine, program, settings, stop, paid):  # noqa: F811
+def test_programs_without_requests_end(engine, program, settings, stop, paid):  # noqa: F811
     batch = played(engine, program, **settings)
     assert {(record.stop, record.environment_reward) for record in batch.record_E} == {(stop, paid)}
     assert not batch.rollout.sequences.mask_BT.any()
     assert bool(batch.record_E[0].failure) == (stop != "done")
 
 
-def test_programs_go_on_under_the_next_policy_and_seconds_between_do_not_count(engine, weights, tmp_path):  # noqa: F811
+def test_programs_continue_under_the_next_policy_and_their_time_limits_pause(engine, weights, tmp_path):  # noqa: F811
     agent = Agent(program="talking_agents:pauses", episode_s=60.0)
     gate = tmp_path / "go on"
     asked = [replace(PROBLEMS[number], record=record) for number, record in enumerate([{}, {"waits_for": str(gate)}])]
     with EnvironmentPool((agent,)) as pool:
         agents = AgentLoop(agent, ChatFormat(TOKENIZER), pool, PROMPT, RESPONSE)
         try:
-            first = go_on(agents, engine, asked, groups(2), complete=1)
+            first = resume(agents, engine, asked, groups(2), complete=1)
             [slow, _] = [run for group in agents._open._groups.values() for run in group.runs]
             left_s = slow._left_s
             load(engine, jax.tree.map(lambda leaf: np.float32(1.5) * leaf, weights), 4)
             gate.touch()
-            rest = go_on(agents, engine, asked, groups(2, ended=(0,)))
+            rest = resume(agents, engine, asked, groups(2, ended=(0,)))
         finally:
             agents._open.close()
             load(engine, weights, 3)
@@ -81,7 +81,7 @@ def test_programs_go_on_under_the_next_policy_and_seconds_between_do_not_count(e
 @pytest.mark.parametrize(
     ("program", "stop", "limit"), [("asks_twice", "turns", "calls"), ("fills", "tokens_of_episode", "context")]
 )
-def test_a_program_that_fails_at_a_limit_has_ended_by_it(engine, program, stop, limit):  # noqa: F811
+def test_a_program_that_fails_at_a_limit_ended_by_the_limit(engine, program, stop, limit):  # noqa: F811
     batch = played(engine, program, **({"max_turns": 1} if limit == "calls" else {}))
     assert {(record.stop, record.environment_reward) for record in batch.record_E} == {(stop, 0.0)}
     assert all(record.metrics == {f"refused_{limit}": 1.0} and record.failure for record in batch.record_E)

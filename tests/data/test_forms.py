@@ -6,6 +6,7 @@ import json
 import lzma
 import subprocess
 import sys
+import tracemalloc
 
 import datasets
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from datasets.data_files import resolve_pattern
 
 from jaxrlhf.config import HubData, PromptFile, Refusal
+from jaxrlhf.data.files import lines
 from jaxrlhf.data.hub import record_files
 from jaxrlhf.data.records import read_rows, record_at
 from tests.data.test_hub import answers
@@ -284,3 +286,20 @@ def test_a_damaged_list_of_a_saved_data_set_is_named(tmp_path, text):
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(Refusal, match=r"state\.json .*save the data set again"):
         record_files(str(tmp_path))
+
+
+@pytest.mark.parametrize("suffix", lines.PACKED)
+def test_a_long_line_of_a_small_compressed_file_is_refused_before_all_of_it_is_unpacked(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(lines, "LONGEST_LINE", 1 << 16)
+    path, text = tmp_path / f"a.jsonl{suffix}", b'{"a": "' + b"x" * (1 << 24) + b'"}\n'
+    zstd = pa.Codec("zstd").compress
+    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": lambda text: bytes(zstd(text))}
+    path.write_bytes(pack[suffix](b'{"a": "x"}\n' + text))
+    assert path.stat().st_size < 1 << 15
+    tracemalloc.start()
+    unpacked = lines.lines_of(path)
+    assert next(unpacked) == b'{"a": "x"}\n'
+    with pytest.raises(Refusal, match="a line has more than 65536 bytes once it is unpacked"):
+        next(unpacked)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    tracemalloc.stop()

@@ -194,7 +194,7 @@ def test_a_source_is_scored_by_its_own_parts():
     with Scorer(Rewards((ArithmeticReward(),)), sources=own) as scorer:
         assert scorer.names == ["arithmetic", "b/gsm8k", "b/format"]
         scorer.open_batch()
-        scorer.begin("p", lambda: texts[2], answers[2], {}, None, "b")
+        scorer.start("p", lambda: texts[2], answers[2], {}, None, "b")
         scores = scorer.score(["p"] * 4, texts, answers, [{}] * 4, sources=sources)
         assert scorer.ahead[1] == 6, "two functions of a response of b, one of the others"
     assert scores.score_B.tolist() == [1.0, 0.0, 2.0, 2.0] and scores.scorable_B.all()

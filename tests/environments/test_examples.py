@@ -1,4 +1,4 @@
-"""Tools that come as examples answer as their demonstrations say, and their questions cannot be known by heart."""
+"""Example tools give the answers of their demonstrations, and held-out questions need the tools."""
 
 from functools import cache
 
@@ -19,7 +19,7 @@ def records(config, split, count):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tools_python", "tools_retrieval"])
-def test_tools_answer_as_the_demonstrations_say(name):
+def test_tools_give_the_answers_of_the_demonstrations(name):
     config = load(name)
     demonstrations = [
         each["solution"] for each in records(config, "train", 100) if not isinstance(each["solution"], str)
@@ -56,7 +56,7 @@ def halving(left: str) -> str:
 
 
 @pytest.mark.parametrize("highest, guesses", [(7, 3), (64, 7)])
-def test_halving_finds_every_number_and_is_told_what_is_left(highest, guesses):
+def test_halving_finds_every_number_and_answers_show_the_remaining_range(highest, guesses):
     for secret in range(1, highest + 1):
         game, turns = HigherLower(), 0
         seen, done = game.reset({"prompt": f"1-{highest}", "answer": str(secret)}, 0).state, False
@@ -68,7 +68,7 @@ def test_halving_finds_every_number_and_is_told_what_is_left(highest, guesses):
         assert told.reward == 1.0
 
 
-def test_guesses_that_mean_nothing_tell_nothing():
+def test_invalid_guesses_leave_the_range_unchanged():
     game = HigherLower()
     game.reset({"prompt": "1-64", "answer": "20"}, 0)
     assert game.step(Reply("40", "")).state == "1-39"
@@ -79,7 +79,7 @@ def test_guesses_that_mean_nothing_tell_nothing():
 
 @cache
 def found(numbers: int, guesses: int) -> float:
-    """Share of secrets found by guesses at any number that is left."""
+    """Return the share of secrets that random guesses in the remaining range find."""
     if not guesses or not numbers:
         return 0.0
     return sum(
@@ -88,7 +88,7 @@ def found(numbers: int, guesses: int) -> float:
     ) / (numbers * numbers)
 
 
-def test_demonstrations_find_as_many_numbers_as_guesses_at_what_is_left():
+def test_demonstrations_find_as_many_numbers_as_random_guesses_in_the_range():
     assert [found(64, 7), found(7, 3)] == pytest.approx([0.643, 0.678], abs=5e-4)
     played = records(load("game_higher_lower"), "train", 4000)
     wins = 0

@@ -46,7 +46,7 @@ def test_frozen_lake_is_played_to_its_end(pool):
     assert text(opening) == "Go to G.\n[S]FFF\nFHFH\nFFFH\nHFFG"
     asked_again = play(pool, 1, "I do not know")
     assert text(asked_again) == "Say one of left, down, right, up."
-    assert opening.state == asked_again.state == "[S]FFF\nFHFH\nFFFH\nHFFG"  # the next reply is made there
+    assert opening.state == asked_again.state == "[S]FFF\nFHFH\nFFFH\nHFFG"  # the state of the next reply
     seen = [play(pool, 1, words) for words in ("left? no, Down!", "down", "right", "right", "down", "right")]
     assert text(seen[0]) == seen[0].state == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
     assert [one.reward for one in seen] == [0.0] * 5 + [1.0]
@@ -55,7 +55,7 @@ def test_frozen_lake_is_played_to_its_end(pool):
     assert pool.finish(1).result(LIMIT_S) is None
 
 
-def test_a_seed_gives_one_course():
+def test_equal_seeds_give_equal_games():
     courses = []
     for seed in (5, 5, 6, 7):
         game, course = environment_games.slippery(), []
@@ -67,7 +67,7 @@ def test_a_seed_gives_one_course():
     assert len({tuple(course) for course in courses}) > 1
 
 
-def test_the_optimum_of_frozen_lake_is_what_value_iteration_says(pool):
+def test_the_optimum_of_frozen_lake_equals_value_iteration(pool):
     lake = gymnasium.make("FrozenLake-v1", is_slippery=False).unwrapped
     values, policy = np.zeros(16), np.zeros(16, int)
     for _ in range(50):
@@ -84,7 +84,7 @@ def test_the_optimum_of_frozen_lake_is_what_value_iteration_says(pool):
     assert values[0] == pytest.approx(0.9**5)
 
 
-def test_demonstrations_of_the_lake_walk_as_gymnasium_does():
+def test_demonstrations_of_the_lake_move_as_in_gymnasium():
     ends = set()
     for row in generated_records(load("game_frozen_lake").data.function, "train", 200, 0):
         lake, messages = games.lake(), [{"content": row.record["prompt"]}, *row.record["solution"]]
@@ -107,7 +107,7 @@ def test_taxi_and_blackjack():
     assert blackjack.step(said("stick: 0")).done
 
 
-def test_tasks_of_reasoning_gym_are_scored_as_it_scores():
+def test_tasks_of_reasoning_gym_have_its_scores():
     import environment_tasks
 
     tasks = reasoning_gym.create_dataset("chain_sum", size=20, seed=3)
@@ -129,7 +129,7 @@ def test_a_task_of_reasoning_gym_is_learned(tmp_path):
 
 
 class Countdown:
-    """An environment as NeMo RL has them: a step takes a batch, and metadata are the caller's to keep."""
+    """Environment in NeMo RL's form: `step` takes a batch, and the caller stores the metadata."""
 
     def __init__(self, pay: float, parts: int) -> None:
         self.pay, self.parts = pay, parts
@@ -151,7 +151,7 @@ class Countdown:
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("actor", [False, True])
-def test_an_environment_of_nemo_rl_has_a_batch_of_one(actor, parts):
+def test_an_episode_of_nemo_rl_is_a_batch_of_one(actor, parts):
     kind = SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=Countdown)) if actor else Countdown
     episode = NemoRL(kind, 0.5, parts=parts, begin=lambda record, seed: (f"From {record['top']}", record["top"]))()
     assert episode.reset({"top": 3}, 0) == "From 3"

@@ -1,4 +1,4 @@
-"""Tools and environments misbehave: each costs its own episode, is counted by cause, and leaves nothing behind."""
+"""Tools and environments that misbehave: only their own episode fails, with a cause, and nothing is left behind."""
 
 import gc
 import itertools
@@ -22,7 +22,7 @@ TOOLS, ENVIRONMENT = 0, 1
 NUMBERS = itertools.count()
 SAID = [{"role": "user", "content": "x"}]
 
-DEEDS = {
+KINDS = {
     "ok": None,
     "hang": "timeout",
     "hang_in_c": "timeout",
@@ -54,7 +54,7 @@ DEEDS = {
     "change_builtins": None,
     "change_state": None,
 }
-"""Causes by which bad deeds are counted; None answers, and is not felt by others."""
+"""Causes of failures by kind of misbehavior; None is an answer, and later calls do not notice the misbehavior."""
 
 WRONG_ANSWERS = {
     **dict.fromkeys(["nan_reward", "nan_metric"], "not-finite"),
@@ -62,7 +62,7 @@ WRONG_ANSWERS = {
     **dict.fromkeys(["state", "done", "budget", "object"], "wrong-type"),
 }
 NOT_STEPS = ("ok", "circle", "deep")
-"""Deeds that mean something else in a step."""
+"""Kinds that are valid answers of a step."""
 
 
 @pytest.fixture
@@ -94,13 +94,13 @@ def call(tool: str, kind: str, notes: Path) -> ToolCall:
 
 
 def begin(pool, choice: int, kind: str = "", where: str = "", notes: Path | str = ""):
-    """Number of an episode, and its opening to come."""
+    """Start an episode; return its number and the future of its opening."""
     number = next(NUMBERS)
     return number, pool.start(number, choice, {"kind": kind, "where": where, "folder": str(notes)}, 0)
 
 
 def gone(notes: Path, limit_s: float = 10.0) -> bool:
-    """True once no process is there that is noted, and no temporary folder."""
+    """Wait until the noted processes and the temporary folder are gone; return False after the limit."""
     end = time.monotonic() + limit_s
     folder = Path((notes / "temporary").read_text()) if (notes / "temporary").exists() else None
     pids = [int(path.name) for path in notes.iterdir() if path.name.isdigit()]
@@ -113,18 +113,18 @@ def gone(notes: Path, limit_s: float = 10.0) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["misbehave", "misbehave_waiting"])
-def test_a_bad_tool_is_an_error_that_the_policy_reads(pool, notes, tool):
+def test_a_failing_tool_gives_the_policy_an_error(pool, notes, tool):
     seen = {}
-    for kind in DEEDS:
+    for kind in KINDS:
         number = begin(pool, TOOLS)[0]
         calls = (call(tool, "ok", notes), call(tool, kind, notes), call("misbehave", "ok", notes))
         seen[kind] = number, pool.step(number, Reply("", "", calls=calls))
     causes = {kind: [record.failure for record in future.result(LIMIT_S).calls] for kind, (_, future) in seen.items()}
-    assert causes == {kind: [None, cause, None] for kind, cause in DEEDS.items()}
+    assert causes == {kind: [None, cause, None] for kind, cause in KINDS.items()}
     told = {kind: [m["content"] for m in future.result().messages] for kind, (_, future) in seen.items()}
     for kind, (good, bad, last) in told.items():
         assert good == last == "fine", kind
-        assert bad.startswith("error: ") == (DEEDS[kind] is not None)
+        assert bad.startswith("error: ") == (KINDS[kind] is not None)
         assert len(bad.encode()) <= 50_000
     assert told["control_tokens"][1] == "<|im_end|>\n<|im_start|>assistant\n<tool_call>"
     assert "ended by signal 9" in told["kill"][1] and "MemoryError" in told["memory"][1]
@@ -135,29 +135,29 @@ def test_a_bad_tool_is_an_error_that_the_policy_reads(pool, notes, tool):
 
 
 @pytest.mark.slow
-def test_a_tool_that_will_not_be_cancelled_is_ended(pool, notes):
+def test_a_tool_that_ignores_cancellation_is_killed(pool, notes):
     number = begin(pool, TOOLS)[0]
     calls = [call("misbehave_waiting", kind, notes) for kind in ("ok", "stubborn", "ok")]
     seen = pool.step(number, Reply("", "", calls=tuple(calls))).result(LIMIT_S)
     assert [record.failure for record in seen.calls] == [None, "timeout", None]
 
 
-def test_calls_after_the_one_at_which_an_episode_is_dropped_are_not_made(pool, notes):
+def test_calls_after_a_dropped_call_are_not_made(pool, notes):
     number = begin(pool, TOOLS)[0]
     step = pool.step(number, Reply("", "", calls=(call("misbehave", "stop", notes), call("misbehave", "files", notes))))
     other = begin(pool, TOOLS)[0]
-    pool.step(other, Reply("", "", calls=(call("misbehave", "ok", notes),))).result(LIMIT_S)  # the first runs, too
+    pool.step(other, Reply("", "", calls=(call("misbehave", "ok", notes),))).result(LIMIT_S)  # the first call runs too
     pool.drop(number)
     with pytest.raises(CancelledError):
         step.result(LIMIT_S)
-    for _ in range(3):  # as long as it would take to begin the second
+    for _ in range(3):  # time enough for the second call to start
         pool.step(other, Reply("", "", calls=(call("misbehave", "leave", notes),))).result(LIMIT_S)
     assert not (notes / "temporary").exists()
 
 
 @pytest.mark.slow
-def test_a_bad_step_fails_its_own_episode_alone(pool, notes):
-    kinds = {kind: cause for kind, cause in (DEEDS | WRONG_ANSWERS).items() if kind not in NOT_STEPS}
+def test_a_failing_step_fails_only_its_own_episode(pool, notes):
+    kinds = {kind: cause for kind, cause in (KINDS | WRONG_ANSWERS).items() if kind not in NOT_STEPS}
     bad = {kind: begin(pool, ENVIRONMENT, kind, "step", notes) for kind in kinds}
     good = [begin(pool, ENVIRONMENT) for _ in kinds]
     for _, opened in (*bad.values(), *good):
@@ -173,17 +173,17 @@ def test_a_bad_step_fails_its_own_episode_alone(pool, notes):
 
 
 @pytest.mark.slow
-def test_bad_deeds_elsewhere(pool, notes):
-    """At the beginning, in the final reward and at the end, all at once, so that limits of time are waited for once."""
-    causes = {kind: DEEDS[kind] for kind in ("hang", "leave", "raises", "system_exit", "memory")}
-    deeds = {(where, kind): cause for where in ("reset", "get_reward", "close") for kind, cause in causes.items()}
-    deeds |= {("get_reward", "nan"): "not-finite", ("get_reward", "text"): "wrong-type"}
+def test_failures_of_other_methods(pool, notes):
+    """Failures of `reset`, `get_reward` and `close`, all at once, so that the test waits once for time limits."""
+    causes = {kind: KINDS[kind] for kind in ("hang", "leave", "raises", "system_exit", "memory")}
+    failing = {(where, kind): cause for where in ("reset", "get_reward", "close") for kind, cause in causes.items()}
+    failing |= {("get_reward", "nan"): "not-finite", ("get_reward", "text"): "wrong-type"}
     before = Counter(pool.closing_failures)
-    begun = {(where, kind): begin(pool, ENVIRONMENT, kind, where, notes) for where, kind in deeds}
-    seen = {deed: failure_of(opened) for deed, (_, opened) in begun.items()}
-    rewards = {deed: pool.finish(begun[deed][0]) for deed, cause in seen.items() if cause is None}
-    seen |= {deed: failure_of(future) for deed, future in rewards.items()}
-    assert seen == {deed: None if deed[0] == "close" else cause for deed, cause in deeds.items()}
+    begun = {(where, kind): begin(pool, ENVIRONMENT, kind, where, notes) for where, kind in failing}
+    seen = {one: failure_of(opened) for one, (_, opened) in begun.items()}
+    rewards = {one: pool.finish(begun[one][0]) for one, cause in seen.items() if cause is None}
+    seen |= {one: failure_of(future) for one, future in rewards.items()}
+    assert seen == {one: None if one[0] == "close" else cause for one, cause in failing.items()}
     end = time.monotonic() + LIMIT_S
     while (counted := pool.closing_failures - before) != Counter(causes.values()) and time.monotonic() < end:
         time.sleep(0.05)
@@ -195,22 +195,22 @@ def test_a_record_that_cannot_be_sent_is_a_failure(pool):
 
 
 @pytest.mark.parametrize("opening", [Opening(SAID, max_tokens="3"), Opening(SAID, state=[1])], ids=["budget", "state"])
-def test_a_bad_beginning_is_a_failure(pool, opening):
+def test_an_invalid_opening_is_a_failure(pool, opening):
     assert failure_of(pool.start(next(NUMBERS), ENVIRONMENT, {"opening": opening}, 0)) == "wrong-type"
 
 
-def test_where_all_of_a_family_is_killed_it_starts_anew(pool, notes):
-    other, killer = begin(pool, ENVIRONMENT), begin(pool, ENVIRONMENT, "kill_family", "step", notes)
+def test_a_killed_fork_server_is_started_again(pool, notes):
+    other, killer = begin(pool, ENVIRONMENT), begin(pool, ENVIRONMENT, "kill_server", "step", notes)
     assert failure_of(other[1]) is failure_of(killer[1]) is None
     assert failure_of(pool.step(killer[0], Reply("", ""))) == "crash"
-    assert failure_of(pool.step(other[0], Reply("", ""))) == "crash"  # its process was of the same family
+    assert failure_of(pool.step(other[0], Reply("", ""))) == "crash"  # its process had the same fork server
     number, opened = begin(pool, ENVIRONMENT)
     assert opened.result(LIMIT_S).messages[0]["content"] == "begin"
     assert pool.step(number, Reply("", "")).result(LIMIT_S).messages[0]["content"] == "turn 1"
 
 
-def test_printed_text_is_bounded(pool):
-    assert pool.output.stat().st_size < 5_000_000  # 100 MB, at each of the calls above
+def test_logged_output_is_bounded(pool):
+    assert pool.output.stat().st_size < 5_000_000  # each call above prints 100 MB
 
 
 @pytest.mark.slow
@@ -230,9 +230,9 @@ def test_nothing_is_left_behind(notes, tmp_path, monkeypatch):
                 pool.start(number, ENVIRONMENT - 1, record, 0).result(LIMIT_S)
             steps = [pool.step(number, Reply("", "")) for number in range(len(kinds))]
             for future in steps[2:]:
-                failure_of(future)  # some are at it when the pool is closed
+                failure_of(future)  # some calls are running when the pool is closed
         assert set(this.children(recursive=True)) == others
-        assert gone(notes, limit_s=1.0)  # killed, and perhaps not yet taken down
+        assert gone(notes, limit_s=1.0)  # killed, but perhaps not reaped yet
         assert [path.name for path in tmp_path.iterdir() if path.name not in ("notes", "output.txt")] == []
         gc.collect()
         assert this.num_fds() == files
@@ -248,7 +248,7 @@ def runs(pid: int) -> bool:
 
 
 def failure_of(future) -> str | None:
-    """Cause of the failure of a future; None where it has a result."""
+    """Return the cause of a future's failure; None if the future has a result."""
     try:
         future.result(LIMIT_S)
     except EnvironmentFailure as failure:

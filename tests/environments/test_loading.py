@@ -1,4 +1,4 @@
-"""User's code is loaded or refused in one line; its processes end with the run, whatever ends it."""
+"""User code is loaded or refused in one line, and its processes end with the run."""
 
 import os
 import signal
@@ -84,14 +84,14 @@ def test_code_that_cannot_be_used_is_refused(code, choices, refused):
             EnvironmentPool([type(choice)(**{field: filled[0] if isinstance(value, str) else tuple(filled)})])
 
 
-def test_code_that_starts_threads_when_it_is_imported_runs_in_interpreters_of_its_own(code):
+def test_code_that_starts_threads_when_it_is_imported_runs_in_separate_interpreters(code):
     with EnvironmentPool([Environment(factory=f"{code.parent / 'threaded.py'}:Pair")]) as pool:
         pids = {pool.start(number, 0, {"bad": False}, 0).result(60).messages[0]["content"] for number in range(2)}
         assert len(pids) == 2
         assert {pool.step(number, Reply("", "")).result(60).messages[0]["content"] for number in range(2)} == pids
 
 
-def test_an_interpreter_of_its_own_is_reported_when_it_ends_beside_others(tmp_path):
+def test_the_end_of_a_separate_interpreter_is_reported(tmp_path):
     script = f"""
 import os, socket, subprocess, threading
 from pathlib import Path
@@ -103,7 +103,7 @@ server = _Server(SimpleNamespace(send=print), os.getpid(), None, "no:loader", Pa
 end, other = socket.socketpair()
 server._pids.add(pid := server._make(end))
 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-subprocess.run(["true"])  # looks after the processes of others, too
+subprocess.run(["true"])  # polls all child processes
 server._reap()
 gate.set()
 """

@@ -1,4 +1,4 @@
-"""Environments on a server of OpenEnv's are played through OpenEnv's own client."""
+"""Environments of OpenEnv servers, played through OpenEnv's client."""
 
 import socket
 import subprocess
@@ -23,7 +23,7 @@ LIMIT_S = 300.0
 
 @pytest.fixture
 def factory(request, monkeypatch):
-    """The factory of the parameter's name, and the server of its environment."""
+    """Factory named by the parameter, with a server of its environment."""
     game, name = request.param
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -55,7 +55,7 @@ def test_a_game_on_a_server_is_played_to_its_end(pool):
     assert texts == ["Go to 3.\nYou are at 0.", "Go to 3.\nYou are at 1."]
     told = pool.step(0, Reply("hm", "hm")).result(LIMIT_S)
     assert (told.messages[0]["content"], told.state) == ("Say left or right.", "You are at 0.")
-    for number, steps in ((0, 3), (1, 2)):  # each episode has a session of its own
+    for number, steps in ((0, 3), (1, 2)):  # each episode has its own session
         seen = [pool.step(number, Reply("right", "right")).result(LIMIT_S) for _ in range(steps)]
         assert [one.reward for one in seen] == [0.0] * (steps - 1) + [1.0]
         assert [one.done for one in seen] == [False] * (steps - 1) + [True]

@@ -1,4 +1,4 @@
-"""Tools, environments and agent programs of every form answer as their user means it."""
+"""Tools, environments and agent programs of every form."""
 
 import os
 import resource
@@ -42,7 +42,7 @@ def pool(output):
 
 @pytest.fixture
 def begin(pool, request):
-    """Function that begins episodes, which are given up after the test."""
+    """Function that starts episodes, which are dropped after the test."""
     numbers = []
 
     def start(choice, record=None, seed=7):
@@ -60,7 +60,7 @@ def said(text: str, *calls: ToolCall, malformed=()) -> Reply:
 
 
 @pytest.mark.slow
-def test_tools_show_their_schemas_and_begin_with_the_prompt_of_the_record(begin):
+def test_tools_show_their_schemas_and_start_with_the_records_prompt(begin):
     _, opening = begin(TOOLS)
     assert list(opening.messages) == [] and opening.appended == ""
     assert [tool["function"]["name"] for tool in opening.tools] == ["add", "draw", "sleep", "wait", "process"]
@@ -111,7 +111,7 @@ def test_a_reply_without_calls_ends_an_episode_of_tools(pool, begin):
     assert pool.finish(episode).result(LIMIT_S) is None
 
 
-def test_a_malformed_call_alone_does_not_end_it(pool, begin):
+def test_a_malformed_call_does_not_end_the_episode(pool, begin):
     episode, _ = begin(TOOLS)
     seen = pool.step(episode, said("", malformed=[MalformedCall("unknown_tool", "there is no tool sum")])).result(
         LIMIT_S
@@ -119,20 +119,20 @@ def test_a_malformed_call_alone_does_not_end_it(pool, begin):
     assert not seen.done and "there is no tool sum; the tools are add" in seen.messages[0]["content"]
 
 
-def test_calls_that_wait_run_together_and_episodes_side_by_side(pool, begin):
+def test_async_calls_run_together_and_episodes_in_parallel(pool, begin):
     episodes = [begin(TOOLS)[0] for _ in range(8)]
     waits = [pool.step(e, said("", *[ToolCall("wait", {"seconds": 0.4})] * 4)) for e in episodes]
-    for one in waits:  # processes are there after this
+    for one in waits:  # starts the processes
         one.result(LIMIT_S)
     start = time.monotonic()
     together = [pool.step(e, said("", *[ToolCall("wait", {"seconds": 0.4})] * 4)) for e in episodes[:4]]
     blocking = [pool.step(e, said("", ToolCall("sleep", {"seconds": 0.5}))) for e in episodes[4:]]
     for one in (*together, *blocking):
         one.result(LIMIT_S)
-    assert time.monotonic() - start < 2.0  # one after the other 8.4 s
+    assert time.monotonic() - start < 2.0  # in sequence 8.4 s
 
 
-def test_what_tools_draw_depends_on_seed_turn_and_number_alone(pool, begin):
+def test_random_numbers_of_tools_depend_only_on_seed_turn_and_number(pool, begin):
     calls = said("", ToolCall("draw", {}), ToolCall("draw", {}))
     first, second, other = (begin(TOOLS, seed=seed)[0] for seed in (1, 1, 2))
     one = [pool.step(first, calls).result(LIMIT_S) for _ in range(2)]
@@ -183,14 +183,14 @@ def test_public_methods_are_tools(pool, begin):
     assert [tool["function"]["name"] for tool in opening.tools] == ["deposit", "interest"]
     calls = [ToolCall("interest", {"percent": 10}), ToolCall("deposit", {"amount": 50})]
     seen = pool.step(episode, said("", *calls)).result(LIMIT_S)
-    assert [message["content"] for message in seen.messages] == ["110", "100"]  # those that wait come last
+    assert [message["content"] for message in seen.messages] == ["110", "100"]  # async tools run last
     seen = pool.step(episode, said("", ToolCall("deposit", {"amount": -1}))).result(LIMIT_S)
     assert seen.messages[0]["content"].startswith("error: ValueError: amounts are not negative")
     assert pool.step(episode, said("done")).result(LIMIT_S).done
     assert pool.finish(episode).result(LIMIT_S) == 110.0
 
 
-def test_an_environment_may_offer_tools_by_the_record(pool, begin):
+def test_the_tools_of_an_environment_may_depend_on_the_record(pool, begin):
     _, opening = begin(TOOLED, {"tool": "look"})
     assert opening.tools[0]["function"]["name"] == "look"
 
@@ -203,13 +203,13 @@ def test_calls_that_an_environment_made_itself_are_kept():
             answers.observation(Observation(done=True, calls=[wrong]), 100)
 
 
-def test_members_of_a_group_see_the_same_chance(pool, begin):
+def test_episodes_of_a_group_get_the_same_random_numbers(pool, begin):
     first, second, other = (begin(TOOLED, {"tool": "look"}, seed=seed)[0] for seed in (3, 3, 4))
     rewards = [pool.step(episode, said("")).result(LIMIT_S).reward for episode in (first, second, other)]
     assert rewards[0] == rewards[1] != rewards[2]
 
 
-def test_an_instance_whose_reward_is_wrong_is_closed_all_the_same(pool, begin, output):
+def test_an_instance_with_an_invalid_reward_is_closed(pool, begin, output):
     episode, _ = begin(COUNTER, {"target": 5, "paid": "much"}, seed=300)
     with pytest.raises(EnvironmentFailure, match="the final reward is a str"):
         pool.finish(episode).result(LIMIT_S)
@@ -217,7 +217,7 @@ def test_an_instance_whose_reward_is_wrong_is_closed_all_the_same(pool, begin, o
 
 
 @pytest.mark.slow
-def test_a_request_of_several_calls_has_the_time_of_each(monkeypatch):
+def test_each_call_of_a_request_has_its_own_time_limit(monkeypatch):
     monkeypatch.setattr("jaxrlhf.processes.workers.SLACK_S", 0.0)
     monkeypatch.setattr("jaxrlhf.processes.workers.SHOW_S", 0.0)
     choices = [Tools(functions=(f"{FORMS}:sleep",), call_s=1.0), Environment(factory=f"{FORMS}:Slow", call_s=1.0)]
@@ -230,18 +230,18 @@ def test_a_request_of_several_calls_has_the_time_of_each(monkeypatch):
 
 
 @pytest.mark.parametrize("choice", [RUN, RUN_ASYNC])
-def test_an_agent_program_is_given_its_session(pool, choice):
-    """The limit of its seconds is the run's to count."""
+def test_an_agent_program_gets_its_session(pool, choice):
+    """The pool enforces no time limit on it."""
     futures = [pool.run_agent(n, choice, {"score": n / 2}, 5, f"http://127.0.0.1:1/{n}", f"key-{n}") for n in range(3)]
     assert [future.result(LIMIT_S) for future in futures] == [5.0, 5.5, 6.0]
 
 
-def test_an_agent_program_may_leave_the_score_to_others(pool):
+def test_an_agent_program_may_return_no_score(pool):
     assert pool.run_agent(0, RUN_ASYNC, {"score": None}, 5, "http://127.0.0.1:1", "key").result(LIMIT_S) is None
 
 
 def test_a_run_may_have_many_files_open():
-    """Descriptors above 1023, which `select` does not take."""
+    """Descriptors above 1023, which `select` rejects."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
     with ExitStack() as files:
@@ -253,18 +253,18 @@ def test_a_run_may_have_many_files_open():
 
 
 @pytest.mark.slow
-def test_an_answer_may_be_as_long_as_its_setting_says():
+def test_an_answer_may_have_output_bytes():
     with EnvironmentPool([Tools(functions=(f"{FORMS}:long",), output_bytes=20 << 20)]) as pool:
         pool.start(0, 0, {}, 0).result(LIMIT_S)
         seen = pool.step(0, said("", *[ToolCall("long", {"length": length}) for length in (20 << 20, (20 << 20) + 1)]))
         assert [call.failure for call in seen.result(LIMIT_S).calls] == [None, "output"]
 
 
-def test_a_process_that_goes_down_while_it_is_sent_a_request_costs_nothing(monkeypatch):
+def test_a_process_that_dies_while_it_gets_a_request_fails_no_episode(monkeypatch):
     flush, broken = Channel.flush, []
 
     def breaks(channel):
-        if not broken:  # as of a socket that is full
+        if not broken:  # like a full socket
             broken.append(channel)
             return False
         if broken == [channel]:
@@ -278,7 +278,7 @@ def test_a_process_that_goes_down_while_it_is_sent_a_request_costs_nothing(monke
         assert opening.messages[0]["content"] == "say hi" and len(broken) == 2
 
 
-def test_a_dropped_episode_costs_its_process_alone(pool, begin):
+def test_a_dropped_episode_ends_only_its_process(pool, begin):
     episode, _ = begin(TOOLS)
     hanging = pool.step(episode, said("", ToolCall("sleep", {"seconds": 9.0})))
     time.sleep(0.1)
@@ -291,11 +291,11 @@ def test_a_dropped_episode_costs_its_process_alone(pool, begin):
     assert pool.step(other, said("", ToolCall("add", {"a": 1, "b": 1}))).result(LIMIT_S).messages[0]["content"] == "2"
 
 
-def test_what_makes_no_sense_is_said(pool, begin):
+def test_misuse_of_the_pool_is_an_error(pool, begin):
     episode, _ = begin(COUNTER, {"target": 5})
-    with pytest.raises(RuntimeError, match="under way already"):
+    with pytest.raises(RuntimeError, match="is open already"):
         pool.start(episode, COUNTER, {"target": 5}, 0).result(LIMIT_S)
-    with pytest.raises(RuntimeError, match="no agent program"):
+    with pytest.raises(RuntimeError, match="not an agent program"):
         pool.run_agent(-1, COUNTER, {}, 0, "", "").result(LIMIT_S)
     pool.drop(-1)
 

@@ -1,4 +1,4 @@
-"""Environments of verifiers play their tasks through the endpoint; their rewards score and train what was sampled."""
+"""Environments of verifiers run as agent programs, and their rewards train the policy."""
 
 from pathlib import Path
 
@@ -46,13 +46,13 @@ def test_a_task_is_learned(tmp_path):
     assert scores[0] < 0.75 and scores[-1] > 1.3, scores
 
 
-def test_what_cannot_be_played_is_refused():
+def test_environments_that_cannot_be_played_are_refused():
     def environment(**settings):
         return vf.load_environment(vf.resolve_env_config({"taskset": {"id": "verifiers-digits"}} | settings))
 
     with pytest.raises(ValueError, match=r"verifiers 0\.3 and older"):
         Verifiers(type("SingleTurnEnv", (), {})())
-    with pytest.raises(ValueError, match="2 have no client of their own: assistant, user"):
+    with pytest.raises(ValueError, match="2 have no client: assistant, user"):
         Verifiers(environment(id="user-sim"))
     endless = environment()
     endless.taskset.INFINITE = True

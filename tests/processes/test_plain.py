@@ -1,4 +1,4 @@
-"""Messages of worker processes are read as the dataclasses that were sent, or not at all."""
+"""Messages of worker processes are decoded to the dataclasses that were sent, or refused."""
 
 import json
 import pickle
@@ -25,7 +25,7 @@ SAID = [{"role": "user", "content": [{"type": "text", "text": "é\x00"}], "extra
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_messages_arrive_as_they_were_sent(message):
+def test_messages_are_decoded_as_they_were_encoded(message):
     assert loads(dumps(message), (type(message), CodeFailure)) == message
 
 
@@ -51,7 +51,7 @@ def test_values_of_other_types_are_refused(value, kind):
     ],
     ids=lambda message: repr(message[:40]),
 )
-def test_other_bytes_are_no_message(message):
+def test_other_bytes_are_not_a_message(message):
     with pytest.raises(Garbled):
         loads(message, (Idle, Answer))
 
@@ -61,7 +61,7 @@ def test_a_failure_has_one_of_the_causes():
         loads(b'["CodeFailure", {"cause": "fun", "detail": ""}]', (CodeFailure,))
 
 
-def test_an_anchor_holds_no_mapping():
+def test_a_state_contains_no_mapping():
     message = json.loads(dumps(Observation(SAID, state=("a",))))
     message[1]["state"] = [{"a": 1}]
     with pytest.raises(Garbled):

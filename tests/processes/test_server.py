@@ -1,4 +1,4 @@
-"""A server that is told to stop: what is under way ends in words, and the terminal stays quiet."""
+"""A server that stops: open requests get an error, and the terminal shows no traceback."""
 
 import json
 import signal
@@ -31,7 +31,7 @@ PLAIN = """
             print(server.address, flush=True)
             server.wait()
     except KeyboardInterrupt:
-        time.sleep(1.0)  # what is open behind the server takes its time
+        time.sleep(1.0)  # the application ends slowly
         print("ended", flush=True)
 """
 SLOW = """
@@ -67,7 +67,7 @@ def started(program):
 
 
 def asking(address, path="/", body=None):
-    """A thread that asks, and where its answer, status and seconds go."""
+    """Start a thread that sends a request; return the thread, and the list for answer, status and seconds."""
     found = []
 
     def ask():
@@ -87,7 +87,7 @@ def asking(address, path="/", body=None):
 
 
 def stopped(process):
-    """Output and errors of a process that Ctrl-C was sent to."""
+    """Return output and errors of a process after Ctrl-C."""
     process.send_signal(signal.SIGINT)
     try:
         return process.communicate(timeout=60)
@@ -96,7 +96,7 @@ def stopped(process):
 
 
 @pytest.mark.parametrize("asks", [0, 1])
-def test_a_server_that_is_stopped_is_quiet_and_ends_what_is_under_way(asks):
+def test_a_stopped_server_prints_nothing_and_ends_open_requests(asks):
     process, address = started(PLAIN)
     threads = [asking(address) for _ in range(asks)]
     for _ in threads:
@@ -107,7 +107,7 @@ def test_a_server_that_is_stopped_is_quiet_and_ends_what_is_under_way(asks):
         assert found[:2] == [200, "whole"]
 
 
-def test_answers_that_do_not_end_in_time_say_that_the_server_stops():
+def test_unfinished_answers_report_that_the_server_stops():
     process, address = started(SLOW)
     body = {"model": "org/tiny", "messages": [{"role": "user", "content": "Hi"}]}
     threads = [asking(address, "/v1/chat/completions", {**body, "stream": stream}) for stream in (False, True)]

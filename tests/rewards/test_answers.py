@@ -113,7 +113,7 @@ def test_strict_and_flexible(response, answer, strict, flexible):
 
 
 @pytest.mark.parametrize("answer", [None, "", "unknown", "#### none"])
-def test_a_missing_reference_is_an_error_and_not_a_wrong_answer(answer):
+def test_a_missing_reference_is_an_error_rather_than_a_wrong_answer(answer):
     with pytest.raises(ValueError, match="reference"):
         gsm8k("", "#### 7", answer, {})
 

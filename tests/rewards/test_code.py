@@ -1,4 +1,4 @@
-"""Programs of a policy: which one of a response is run, and what passes."""
+"""Code reward: the program of a response, and its tests."""
 
 import time
 
@@ -26,10 +26,10 @@ BLOCK = "Text.\n```python\nprint(int(input()) + 1)\n```\nMore text."
     [
         (BLOCK, "print(int(input()) + 1)"),
         ("```\na\n```\n```py\nb\n```", "b"),
-        ("```python\na\n```\n```text\nb\n```", "a"),  # the last one that is Python
-        ("```python\na\n```\n```python\nb", "a"),  # the last one that is closed
+        ("```python\na\n```\n```text\nb\n```", "a"),  # the last Python block
+        ("```python\na\n```\n```python\nb", "a"),  # the last closed block
         ("1. So:\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b"),
-        ("```a``` is used:\n```python\nb\n```", "b"),  # the first is code within a line
+        ("```a``` is used:\n```python\nb\n```", "b"),  # inline code is no block
         ("```python title=sum.py\na\n```", "a"),
         ("```python\n```", ""),
         ("a", None),
@@ -61,7 +61,7 @@ def test_credit_is_the_share_of_tests_or_all_of_them():
     assert code("```python\nsyntax error\n```", ["assert True"]) == 0.0
 
 
-def test_tests_that_do_not_fit_in_the_time_have_failed():
+def test_tests_beyond_the_time_limit_fail():
     slow = "```python\nimport time\ntime.sleep(60 if input() == 'slow' else 0)\nprint(1)\n```"
     tests = {"inputs": ["quick", "slow", "quick", "quick"], "outputs": ["1"] * 4}
     assert code(slow, tests, time_limit_s=1.0, total_s=10.0) == 0.75
@@ -74,7 +74,7 @@ def test_tests_that_do_not_fit_in_the_time_have_failed():
     "tests",
     [
         *(None, [], "", 5, {}, [5], {"inputs": ["1"], "outputs": ["1", "2"]}, {"inputs": [1], "outputs": ["1"]}),
-        {"inputs": "12", "outputs": "34"},  # texts, whose letters are no tests
+        {"inputs": "12", "outputs": "34"},  # texts instead of lists
         {"inputs": ["1"], "outputs": ["1"], "fn_name": "add"},
         [{"input": "1", "output": "1", "testtype": "functional"}],
         [{"input": "1", "output": "1", "type": "function_call", "fn_name": "add"}],

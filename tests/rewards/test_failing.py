@@ -1,4 +1,4 @@
-"""A reward function that fails again and again stops the run; one that fails now and then does not."""
+"""Reward functions that fail many times in a row stop the run; occasional failures do not."""
 
 import pickle
 from dataclasses import replace
@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_runs
+from reward_calls import run as calls_of
+from reward_calls import start
 
 from jaxrlhf import config
 from jaxrlhf.batch import Problem
@@ -83,57 +85,57 @@ def examples(*responses: str) -> list[Example]:
 )
 def test_a_function_that_always_fails_ends_the_pool(functions, response, says):
     with pool_of(functions, "moody", failures_in_a_row=2, timeout_s=0.5 if response == "hang" else 60.0) as pool:
-        begun = pool.begin(pickle.dumps(example) for example in examples(*[response] * 20))
+        started = start(pool, examples(*[response] * 20))
         with pytest.raises(RewardsFailing, match=rf"'moody' \(.*functions\.py:moody\) failed on 2 .*{says}") as caught:
-            list(pool.finish(begun))
+            list(pool.outcomes(started))
         assert "rewards.failures_in_a_row" in str(caught.value)
-        calls = [call.answer for calls in begun for call in calls]
-        assert sum(call.exception() is None for call in calls) == 1, "the other calls are not tried any more"
+        calls = [call.answer for calls in started for call in calls]
+        assert sum(call.exception() is None for call in calls) == 1, "no further call is made"
         with pytest.raises(RewardsFailing):
-            pool.begin([pickle.dumps(examples("good")[0])])
+            start(pool, examples("good"))
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 @pytest.mark.slow
-def test_an_answer_in_between_counts_anew(functions):
+def test_an_answer_resets_the_count_of_failures(functions):
     answers = ["good", "none", "nan"]
     responses = [each for answer in answers for each in ("raise", "crash", answer)] + ["raise", "raise"]
     with pool_of(functions, "moody", failures_in_a_row=3) as pool:
-        outcomes = sorted(pool.run(examples(*responses)), key=lambda outcome: outcome.index)
+        outcomes = sorted(calls_of(pool, examples(*responses)), key=lambda outcome: outcome.index)
         failed = [
             outcome.failure is not None and outcome.failure.cause in ("exception", "crash") for outcome in outcomes
         ]
         assert failed == [response not in answers for response in responses]
         with pytest.raises(RewardsFailing, match="failed on 3"):
-            list(pool.run(examples("raise")))  # of one row with those before
+            list(calls_of(pool, examples("raise")))  # in a row with the failures before
 
 
-def test_each_function_is_counted_by_itself(functions):
+def test_failures_are_counted_for_each_function(functions):
     with pool_of(functions, "fine", "moody", failures_in_a_row=4) as pool:
-        assert len(list(pool.run(examples("raise", "raise", "raise")))) == 6
+        assert len(list(calls_of(pool, examples("raise", "raise", "raise")))) == 6
         with pytest.raises(RewardsFailing, match="'moody'"):
-            list(pool.run(examples("raise")))
+            list(calls_of(pool, examples("raise")))
 
 
 def test_a_batch_that_fails_counts_once_for_each_of_its_examples(functions):
     with pool_of(functions, "together", failures_in_a_row=6) as pool:
-        assert len(list(pool.run(examples(*"abcde")))) == 5
+        assert len(list(calls_of(pool, examples(*"abcde")))) == 5
         with pytest.raises(RewardsFailing, match=r"'together'.* failed on 6"):
-            list(pool.run(examples("f", "g")))
+            list(calls_of(pool, examples("f", "g")))
 
 
-def test_none_is_too_many_where_it_is_turned_off(functions):
+def test_zero_failures_in_a_row_never_stops_a_run(functions):
     with pool_of(functions, "moody", failures_in_a_row=0) as pool:
-        outcomes = list(pool.run(examples(*["raise"] * 150)))
+        outcomes = list(calls_of(pool, examples(*["raise"] * 150)))
         assert len(outcomes) == 150 and all(outcome.failure is not None for outcome in outcomes)
 
 
-def test_scoring_stops_with_what_stopped_the_functions(functions):
+def test_scoring_raises_the_error_that_stopped_the_functions(functions):
     rewards = config.Rewards((config.FunctionReward(f"{functions}:moody"),), workers=1, failures_in_a_row=5)
     with Scorer(rewards) as scorer:
         scorer.open_batch()
         for _ in range(10):
-            scorer.begin("p", lambda: "raise", "7", {})
+            scorer.start("p", lambda: "raise", "7", {})
         with pytest.raises(RewardsFailing, match="failed on 5 responses in a row"):
             scorer.score(["p"] * 10, ["raise"] * 10, ["7"] * 10, [{}] * 10)
     with pytest.raises(ValueError, match="failures_in_a_row"):
@@ -154,7 +156,7 @@ def test_a_function_that_never_gives_a_score_stops_the_run(functions):
     with Scorer(config.Rewards(parts=parts, workers=1, failures_in_a_row=6)) as scorer:
         for _ in range(2):
             assert not scores(scorer, *[answer] * 5).scorable_B.any()
-        assert scores(scorer, "good", *[answer] * 4).scorable_B.any()  # counts anew
+        assert scores(scorer, "good", *[answer] * 4).scorable_B.any()  # resets the count
         for _ in range(2):
             scores(scorer, *[answer] * 5)
         with pytest.raises(
@@ -163,7 +165,7 @@ def test_a_function_that_never_gives_a_score_stops_the_run(functions):
             scores(scorer, *[answer] * 5)
 
 
-def test_environments_that_fail_every_episode_stop_the_run_with_what_one_of_them_raised():
+def test_environments_that_fail_every_episode_stop_the_run_with_the_error_of_one():
     broken = EpisodeRecord((), (), "environment_error", failure="exception: KeyError: 'prompt' at mine.py:9")
     with Scorer(config.Rewards(parts=(), failures_in_a_row=6)) as scorer:
         reward = Reward(scorer, RankCoordinates(0, {}, ()), str, lambda *done: None)
@@ -176,7 +178,7 @@ def test_environments_that_fail_every_episode_stop_the_run_with_what_one_of_them
 
 
 @pytest.mark.parametrize(("most", "batches"), [(6, 5), (0, 6)], ids=["few responses", "turned off"])
-def test_little_without_a_score_is_no_reason_to_stop(functions, most, batches):
+def test_a_few_responses_without_a_score_do_not_stop_the_run(functions, most, batches):
     rewards = config.Rewards((config.FunctionReward(f"{functions}:moody"),), workers=1, failures_in_a_row=most)
     with Scorer(rewards) as scorer:
         for _ in range(batches):
@@ -185,7 +187,7 @@ def test_little_without_a_score_is_no_reason_to_stop(functions, most, batches):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("programs", "undrawn")
-def test_a_run_whose_reward_breaks_stops_and_goes_on_from_its_checkpoint(functions, tmp_path):
+def test_a_run_whose_reward_breaks_stops_and_resumes_from_its_checkpoint(functions, tmp_path):
     broken = functions.with_name("broken")
     wanted = replace(
         tiny_runs.get_config(),

@@ -1,4 +1,4 @@
-"""Kinds of faults that users of other frameworks reported of rewards: thinking, thousands, judges, votes, spreads."""
+"""Reward errors that users of other frameworks reported: thinking, thousands, judges, votes, spreads."""
 
 from types import SimpleNamespace
 
@@ -74,7 +74,7 @@ def test_programs_inside_thinking_are_run_if_the_setting_says_so():
             assert function("", response, None, {"tests": ["assert x == 1"]}) == right
 
 
-def test_votes_are_looked_for_where_the_reward_looks():
+def test_votes_are_read_like_answers_of_the_reward():
     texts = [r"<think>\boxed{7}", r"\boxed{8}", r"so \boxed{7}", r"a</think>\boxed{8}"]
     problems = [SimpleNamespace(prompt="", source=""), SimpleNamespace(prompt="<think>\n", source="own")]
     config = SimpleNamespace(
@@ -96,7 +96,7 @@ def test_votes_are_looked_for_where_the_reward_looks():
         ("```python\nprint(3)\n```\n", "print(3)"),
     ],
 )
-def test_the_program_stands_behind_the_thinking(response, program):
+def test_the_program_is_read_after_the_thinking(response, program):
     assert last_program(after_thinking("", response)) == program
 
 
@@ -135,7 +135,7 @@ def test_scores_of_judges(text, highest, score):
         ("Score: 11", 10),
     ],
 )
-def test_scores_that_say_something_else_are_refused(text, highest):
+def test_scores_of_another_form_are_refused(text, highest):
     with pytest.raises(Unreadable, match="the judge's score"):
         _score(text, PATTERN, 0, highest)
 
@@ -157,17 +157,17 @@ def test_scores_that_say_something_else_are_refused(text, highest):
         (["1", "1", "2", "2"], [[np.nan, 0], [1, 1]], 0.5),
     ],
 )
-def test_votes_are_grouped_as_the_reward_compares(texts, scores, share):
+def test_votes_are_grouped_by_the_rewards_comparison(texts, scores, share):
     answers = [stated_answer(after_thinking("", text)) for text in texts]
     assert majority(answers, np.array(scores, float)) == share
 
 
-def test_no_problem_with_a_score_has_no_majority():
+def test_without_scored_problems_there_is_no_majority():
     assert np.isnan(majority(["1", "2"], np.full((1, 2), np.nan)))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e10, 1e20, 1e37])
-def test_advantages_are_as_good_at_any_scale(scale):
+def test_advantages_do_not_depend_on_the_scale(scale):
     scores = jnp.array([0.0, scale, 1.0, 3.0, 5.0], jnp.float32)
     found = group_relative(scores, jnp.ones(5, bool), jnp.array([0, 0, 1, 1, 1]), normalize_std=True)
     np.testing.assert_allclose(found[:2], [-(0.5**0.5), 0.5**0.5], rtol=2e-3)

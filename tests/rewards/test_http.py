@@ -1,4 +1,4 @@
-"""Rewards that ask elsewhere: a judge and a service of the user's, on servers that misbehave."""
+"""Judges and remote rewards, on servers that misbehave."""
 
 import json
 import os
@@ -53,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             with server.lock:
                 server.open -= 1
-        if isinstance(reply, float):  # one byte after the other
+        if isinstance(reply, float):  # byte by byte
             self.send_response(status)
             self.end_headers()
             try:
@@ -80,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def serve(monkeypatch):
-    """Starts a server for an answer."""
+    """Function that starts a server with an answer."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(endpoint, "FIRST_PAUSE_S", 0.02)
     servers = []
@@ -100,7 +100,7 @@ def post(server: Server, body=None, *, attempt_s=0.4, total_s=2.0, api_key_env=N
     return post_json(server.url, body, attempt_s=attempt_s, total_s=total_s, api_key_env=api_key_env)
 
 
-def test_json_goes_there_and_comes_back_with_the_key(serve, monkeypatch):
+def test_json_is_posted_with_the_key(serve, monkeypatch):
     monkeypatch.setenv("THE_KEY", KEY + "\n")
     server = serve(lambda body, number: (200, {"got": body}))
     assert post(server, {"ä": [1, None]}, api_key_env="THE_KEY") == {"got": {"ä": [1, None]}}
@@ -110,12 +110,12 @@ def test_json_goes_there_and_comes_back_with_the_key(serve, monkeypatch):
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
-def test_what_may_pass_is_tried_again(serve, status):
+def test_temporary_errors_are_retried(serve, status):
     server = serve(lambda body, number: (status, {}) if number < 3 else (200, number))
     assert post(server) == 3
 
 
-def test_a_slow_answer_is_tried_again(serve):
+def test_slow_attempts_are_retried(serve):
     def answer(body, number):
         if number == 1:
             time.sleep(1.0)
@@ -126,18 +126,18 @@ def test_a_slow_answer_is_tried_again(serve):
 
 
 @pytest.mark.parametrize("answer", [lambda body, number: (503, {}), lambda body, number: (200, 0.05)])
-def test_the_time_is_bounded(serve, answer):
-    """Busy for ever, or one byte after the other for ever."""
+def test_the_total_time_is_bounded(serve, answer):
+    """The server is always busy, or sends byte by byte without end."""
     started = time.monotonic()
     with pytest.raises(Unreachable, match=r"no answer within 0.7 s in \d+ attempts; the last: (503|TimeoutError)"):
         post(serve(answer), attempt_s=0.2, total_s=0.7)
     assert time.monotonic() - started < 1.6
 
 
-def test_pauses_grow_and_differ(serve, monkeypatch):
+def test_pauses_double_and_are_random(serve, monkeypatch):
     pauses = []
     monkeypatch.setattr(endpoint, "FIRST_PAUSE_S", 0.5)
-    # The module's own, since threads of other tests may sleep meanwhile.
+    # Patched in the module, because threads of other tests may sleep too.
     monkeypatch.setattr(endpoint, "time", SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic))
     server = serve(lambda body, number: (503, {}) if number < 9 else (200, {}))
     post(server, total_s=100.0)
@@ -146,7 +146,7 @@ def test_pauses_grow_and_differ(serve, monkeypatch):
     assert len({pause / full for pause, full in zip(pauses[-4:], [8] * 4, strict=True)}) == 4
 
 
-def test_the_pause_that_the_endpoint_asks_for_is_kept(serve):
+def test_retry_after_is_respected(serve):
     server = serve(lambda body, number: (429, {}, ("Retry-After", "1")) if number == 1 else (200, {}))
     started = time.monotonic()
     post(server)
@@ -156,7 +156,7 @@ def test_the_pause_that_the_endpoint_asks_for_is_kept(serve):
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 302])
-def test_what_is_refused_is_not_tried_again(serve, status):
+def test_final_errors_are_not_retried(serve, status):
     elsewhere = serve(lambda body, number: (200, {}))
     server = serve(lambda body, number: (status, b"no such model", ("Location", elsewhere.url)))
     with pytest.raises(Rejected, match=rf"{status} .*no such model"):
@@ -164,7 +164,7 @@ def test_what_is_refused_is_not_tried_again(serve, status):
     assert (server.requests, elsewhere.requests) == (1, 0)
 
 
-def test_what_is_not_json_is_an_error(serve):
+def test_an_answer_that_is_not_json_is_an_error(serve):
     with pytest.raises(Unreadable, match=r"not JSON: b'<html>'"):
         post(serve(lambda body, number: (200, b"<html>")))
     with pytest.raises(ValueError, match="Out of range"):
@@ -172,7 +172,7 @@ def test_what_is_not_json_is_an_error(serve):
 
 
 @pytest.mark.parametrize("overslept_s", [0.0, 0.3])
-def test_nobody_there(overslept_s, serve, monkeypatch):
+def test_a_closed_port_is_unreachable(overslept_s, serve, monkeypatch):
     own = SimpleNamespace(sleep=lambda pause_s: time.sleep(pause_s + overslept_s), monotonic=time.monotonic)
     monkeypatch.setattr(endpoint, "time", own)
     server = serve(lambda body, number: (200, {}))
@@ -217,14 +217,14 @@ def judge_answer(body, number):
 
 
 def score(part, responses, records=None, **rewards):
-    """Scores of the part, and its failures."""
+    """Return the scores of the part, and its failures."""
     with Scorer(config.Rewards(parts=(part,), **{"workers": 1} | rewards)) as scorer:
         rows = len(responses)
         scores = scorer.score([f"p{n}" for n in range(rows)], responses, ["7"] * rows, records or [{}] * rows)
         return [float(value) for value in scores.parts[scorer.names[0]]], scorer.failures
 
 
-def test_a_judge_scores_and_what_it_does_not_score_is_unscorable_and_named(serve, monkeypatch):
+def test_responses_without_a_judges_score_are_unscorable(serve, monkeypatch):
     monkeypatch.setenv("THE_KEY", KEY)
     server = serve(judge_answer)
     part = config.JudgeReward(f"{server.url}/v1", "judge-7b", api_key_env="THE_KEY", total_s=5.0)
@@ -240,7 +240,7 @@ def test_a_judge_scores_and_what_it_does_not_score_is_unscorable_and_named(serve
     assert {headers["Authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
 
 
-def test_what_the_judge_is_asked(serve):
+def test_the_request_to_the_judge(serve):
     bodies = []
     server = serve(lambda body, number: (bodies.append(body), said("**3**"))[1])
     part = config.JudgeReward(
@@ -286,7 +286,7 @@ def remote(server: Server, responses, **settings):
     return score(config.RemoteReward(server.url, **settings), responses, records)
 
 
-def test_a_service_is_asked_in_batches(serve):
+def test_a_service_gets_batches(serve):
     seen = []
     server = serve(lambda body, number: (seen.append(body["examples"]), lengths(body, number))[1])
     values, failures = remote(server, ["a", "bb", "ccc", "", "e"], batch_size=2)
@@ -305,7 +305,7 @@ def test_a_service_may_be_slow_and_fail_twice(serve):
     assert remote(serve(answer), ["a"] * 4, batch_size=4, total_s=9.0)[0] == [1.0, 11.0, 21.0, 31.0]
 
 
-def test_only_what_a_service_cannot_score_is_lost(serve):
+def test_only_examples_that_a_service_cannot_score_are_lost(serve):
     def answer(body, number):
         responses = [example["response"] for example in body["examples"]]
         if "poison" in responses:
@@ -324,7 +324,7 @@ def test_only_what_a_service_cannot_score_is_lost(serve):
     assert "Rejected" in failures[0].detail and "cannot score" in failures[0].detail
 
 
-def test_a_service_that_is_gone_costs_one_total_and_says_so(serve):
+def test_an_unreachable_service_takes_one_total_time(serve):
     server = serve(lambda body, number: (503, {}))
     started = time.monotonic()
     values, failures = remote(server, ["a"] * 8, total_s=1.0, batch_size=8)
@@ -333,12 +333,12 @@ def test_a_service_that_is_gone_costs_one_total_and_says_so(serve):
     assert "Unreachable" in failures[0].detail and "503" in failures[0].detail
 
 
-def test_a_process_has_one_request_open_at_least():
+def test_each_process_may_have_at_least_one_open_request():
     assert reward_function("a", config.JudgeReward("http://h/v1", "m", concurrency=1), workers=2).at_once == 1
 
 
 def with_own(part):
-    """A configuration with a part that scores one set of its evaluation."""
+    """Return a configuration with a part for one evaluation set."""
     run = config.load("ppo_gsm8k")
     own = config.EvaluationSet(name="a", data=config.PromptFile("a.jsonl", evaluation="a.jsonl"), rewards=(part,))
     return replace(run, rewards=config.Rewards(), evaluation=replace(run.evaluation, sets=(own,)))

@@ -71,7 +71,7 @@ def test_a_reference_that_cannot_be_read_is_an_error_and_not_a_wrong_answer(answ
         same_answer("", "7", answer, {})
 
 
-def test_it_works_off_the_main_thread():
+def test_comparison_works_in_other_threads():
     said = []
     thread = threading.Thread(target=lambda: said.append(same_answer("", "7", "7", {})))
     thread.start()
@@ -82,11 +82,11 @@ def test_it_works_off_the_main_thread():
 FIELD = [
     json.loads(line) for line in (Path(__file__).parents[1] / "golden" / "field_answers.jsonl").read_text().splitlines()
 ]
-"""Answers of the kinds that users of maths rewards reported, with their right values."""
+"""Answers that users of math rewards reported, with their correct values."""
 
 
 @pytest.mark.parametrize("case", FIELD, ids=lambda case: f"{case['kind']}: {case['response'][:40]}")
-def test_answers_of_the_field(case):
+def test_answers_in_common_forms(case):
     assert same_answer("", case["response"], case["answer"], {}) == case["right"]
 
 
@@ -105,7 +105,7 @@ def test_answers_of_the_field(case):
         (r"\{x \mid x > 3\}", r"\boxed{(3,\infty)}", 1),
         ("[1,2]\\cup[2,3]", r"\boxed{[1,3]}", 1),
         ("[1,2)\\cup(2,3]", r"\boxed{[1,3]}", 0),
-        # Units: left out by one side, in another unit, of another kind.
+        # Units: missing on one side, different, or of another kind.
         (r"5\text{ km}", r"\boxed{5000\text{ m}}", 1),
         (r"5\text{ km}", r"\boxed{5}", 1),
         (r"5\text{ km}", r"\boxed{5\text{ m}}", 0),
@@ -119,7 +119,7 @@ def test_answers_of_the_field(case):
         (r"\{1,2\}", r"\boxed{1,2}", 1),
         ("(1,2)", r"\boxed{1,2}", 0),
         (r"\begin{pmatrix}1\\2\\3\end{pmatrix}", r"\boxed{(1,2,3)}", 1),
-        # Letters: options and words whatever their case, variables as they are.
+        # Case: ignored for options and words, not for variables.
         ("B", r"\boxed{b}", 1),
         ("Paris", r"\boxed{\text{paris}}", 1),
         ("x+1", r"\boxed{X+1}", 0),
@@ -143,7 +143,7 @@ def test_answers_of_the_field(case):
         (r"f(x)=x^2", r"\boxed{x^2}", 1),
         (r"AB = 5", r"\boxed{5}", 1),
         ("x+y=7", r"\boxed{7}", 0),
-        # Numbers of all sorts.
+        # Forms of numbers.
         ("-8", r"\boxed{(-2)^3}", 1),
         ("-2", r"\boxed{\sqrt[3]{-8}}", 1),
         (r"\sqrt{x^2}", r"\boxed{|x|}", 1),
@@ -159,7 +159,7 @@ def test_answers_of_the_field(case):
         (r"\frac{x+1}{x-1}", r"\boxed{1+\frac{2}{x+1}}", 0),
         (r"\lfloor 3.7 \rfloor", r"\boxed{3}", 1),
         (r"1+2+\ldots+n", r"\boxed{n}", 0),
-        # Where an answer is stated.
+        # Places of the final answer.
         ("12", "There are 3 boxes of 4, so the answer is 12 because 3*4 = 12.", 1),
         ("4", "There are 3 boxes of 4, so the answer is 12 because 3*4 = 12.", 0),
         ("18", "She makes 9 * 2 = $18 every day.", 1),
@@ -171,7 +171,7 @@ def test_answers_of_the_field(case):
         (r"\frac{1}{2}", "So the result is 1/2, as wanted.", 1),
     ],
 )
-def test_what_was_decided(answer, response, right):
+def test_the_rules_of_the_documentation(answer, response, right):
     assert same_answer("", response, answer, {}) == right
 
 
@@ -187,12 +187,12 @@ def test_what_was_decided(answer, response, right):
         ("", r"\boxed{7}<think>but then", 1),
     ],
 )
-def test_the_answer_stands_behind_the_thinking(prompt, response, right):
+def test_the_answer_is_read_after_the_thinking(prompt, response, right):
     assert same_answer(prompt, response, "7", {}) == right
 
 
 def rates(count: int) -> tuple[float, float]:
-    """Share of right spellings that are paid, and of wrong answers that are."""
+    """Return the share of right spellings, and of wrong answers, that score 1."""
     dice = random.Random(1)
     paid: dict[str, list[float]] = {"right": [], "wrong": []}
     for case in cases(0, count):
@@ -201,13 +201,13 @@ def rates(count: int) -> tuple[float, float]:
     return mean(paid["right"]), mean(paid["wrong"])
 
 
-def test_wrong_answers_that_look_right_are_not_paid():
+def test_wrong_answers_that_look_right_score_zero():
     right, wrong = rates(2 * len(KINDS))
     assert right >= 0.98 and wrong == 0
 
 
 @pytest.mark.slow
-def test_wrong_answers_that_look_right_are_not_paid_at_length():
+def test_wrong_answers_that_look_right_score_zero_at_length():
     right, wrong = rates(60 * len(KINDS))
     assert right >= 0.98 and wrong <= 1e-3
 
@@ -222,13 +222,13 @@ def test_comparisons_end(answer):
     assert time.monotonic() - start < 5
 
 
-def test_references_that_can_only_be_compared_as_text_are_named():
+def test_references_that_can_only_be_compared_as_text_are_listed():
     read = ["7", r"\frac12", "Paris", r"\text{no solution}", "x=3, y=4", r"[1,\infty)", "B"]
     texts = [r"\int_0^1 x\,dx", "3 apples because 4", r"\sum_{k=1}^n k"]
     assert read_as_text([*read, *texts]) == texts
 
 
-def test_typical_references_are_read_and_equal_themselves_alone():
+def test_typical_references_are_parsed_and_equal_only_themselves():
     assert read_as_text(TYPICAL) == []
     assert [text for text in TYPICAL if not same_answer("", rf"\boxed{{{text}}}", text, {})] == []
     neighbours = list(pairwise(TYPICAL))

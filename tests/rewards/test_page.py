@@ -1,4 +1,4 @@
-"""What docs/rewards.md shows, run as it stands."""
+"""The examples of docs/rewards.md run."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ ELSEWHERE = (config.ModelReward, config.ProcessModelReward, config.JudgeReward, 
 
 
 def value(block: str) -> config.Rewards:
-    """What a block ends with."""
+    """Return the value of a block's last expression."""
     *before, last = ast.parse(block).body
     names = dict(vars(config))
     exec(compile(ast.Module(before, []), "docs/rewards.md", "exec"), names)
@@ -45,7 +45,7 @@ def a_scorer(rewards: config.Rewards) -> Scorer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rewards", LOCAL, ids=lambda rewards: type(rewards.parts[0]).__name__)
-def test_what_is_shown_scores(rewards, monkeypatch, tmp_path):
+def test_the_shown_examples_score(rewards, monkeypatch, tmp_path):
     [own] = [block for mark, block in BLOCKS if mark]
     (tmp_path / "my_rewards.py").write_text(own)
     monkeypatch.chdir(tmp_path)

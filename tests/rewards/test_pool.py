@@ -1,6 +1,7 @@
-"""Reward functions misbehave; the run goes on and says so."""
+"""Reward functions that misbehave: their examples fail with a cause, and other examples do not."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 from hostile_functions import HOSTILE
+from reward_calls import run as calls_of
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.processes import executor
+from jaxrlhf.processes.output import MOST_BYTES
 from jaxrlhf.rewards.pool import Outcome, RewardPool, pack
 from jaxrlhf.rewards.protocol import Example, Function
 from jaxrlhf.rewards.worker import resolve
@@ -22,7 +25,7 @@ FUNCTIONS = ("single", "many", "waits", "waits_for_many", "short", "one_for_all"
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[tuple[int, float], RewardPool]]:
-    """Pools of all functions by workers and limit, which every test finds as those before have left them."""
+    """Pools of all functions by workers and limit; later tests use the processes that earlier tests left."""
     made: dict[tuple[int, float], RewardPool] = {}
     yield made
     for pool in made.values():
@@ -38,7 +41,7 @@ def hostile(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(hostile, pools):
-    """Function that gives values by index, failures by index, and seconds; what is printed is in `output.txt`."""
+    """Function that returns values by index, failures by index, and seconds; the log is `output.txt`."""
     output = hostile.parent / "output.txt"
     output.write_text("")
 
@@ -49,7 +52,7 @@ def run(hostile, pools):
         pool = pools[workers, timeout_s]
         examples = [Example("p", response, None, {}) for response in responses]
         start = time.monotonic()
-        outcomes = list(pool.finish(pool.begin(map(pack, examples), lambda _: [FUNCTIONS.index(name)])))
+        outcomes = list(pool.outcomes(pool.start((pack(example), [FUNCTIONS.index(name)]) for example in examples)))
         return *read(outcomes, responses), time.monotonic() - start
 
     return run
@@ -61,7 +64,7 @@ def pids(pool: RewardPool) -> list[int]:
 
 
 def read(outcomes: list[Outcome], responses: list[str]) -> tuple[dict, dict]:
-    """Values by index, and failures by index; each response has one or the other."""
+    """Return values by index and failures by index; each response has one of them."""
     assert sorted(outcome.index for outcome in outcomes) == list(range(len(responses)))
     failures = {outcome.index: outcome.failure for outcome in outcomes if outcome.failure}
     return {outcome.index: outcome.value for outcome in outcomes if not outcome.failure}, failures
@@ -91,17 +94,17 @@ def test_only_the_misbehaving_examples_are_lost(run, name):
     assert {responses[index]: failure.cause for index, failure in failures.items()} == CAUSES
     assert all(failure.part == name and failure.index == index for index, failure in failures.items())
     assert values == {index: float(index) for index in range(50) if index % 5}
-    # One hangs, for 1.5 s; in a group first the group does, then the example.
+    # One call hangs, for 1.5 s; in a batch the whole batch hangs first, then the example.
     assert seconds < 10
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
-def test_where_memory_runs_out_a_reward_process_is_ended_and_not_the_run(run):
+def test_a_reward_process_is_the_first_to_be_killed_if_memory_runs_out(run):
     values, _, _ = run("out_of_memory", ["any"])
-    assert values == {0: 1000.0}  # the first of all that Linux would choose from
+    assert values == {0: 1000.0}  # the highest score that Linux's killer knows
 
 
-def test_failures_say_what_happened(run, hostile):
+def test_failures_describe_their_cause(run, hostile):
     _, failures, _ = run("single", ["hang", "exit", "segfault", "raise", "nan", "text"])
     details = [failures[index].detail for index in range(6)]
     assert "1 s" in details[0]
@@ -111,12 +114,12 @@ def test_failures_say_what_happened(run, hostile):
     assert "nan" in details[4]
     assert "str" in details[5]
     printed = (hostile.parent / "output.txt").read_text(errors="replace")
-    assert printed.count("in misbehave") == 2  # where it hung, and where it crashed
+    assert printed.count("in misbehave") == 2  # the stack of the hang, and of the crash
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["single", "many"])
-def test_what_a_function_does_to_its_process_is_not_felt_by_later_calls(run, hostile, name):
+def test_changes_that_a_function_makes_to_its_process_do_not_reach_later_calls(run, hostile, name):
     values, failures, _ = run(name, ["builtins", "length abc", "sysexit", "length ab"], workers=1)
     assert values == {0: 1.0, 1: 3.0, 3: 2.0}
     assert failures[2].cause == "exception"
@@ -125,7 +128,7 @@ def test_what_a_function_does_to_its_process_is_not_felt_by_later_calls(run, hos
 
 
 def gone_within(pid: int, limit_s: float) -> bool:
-    """Whether the process is gone, or dead and only waiting to be reaped by the system."""
+    """Return whether a process is gone or waits to be reaped, at the latest after the limit."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         try:
@@ -138,7 +141,7 @@ def gone_within(pid: int, limit_s: float) -> bool:
 
 
 @pytest.mark.slow
-def test_hangs_run_side_by_side(run):
+def test_hanging_calls_run_in_parallel(run):
     _, failures, seconds = run("single", ["hang"] * 6, workers=6, timeout_s=0.5)
     assert len(failures) == 6
     assert seconds < 2.9  # six in a row would take 3 s or more
@@ -167,14 +170,14 @@ def test_a_batch_of_the_wrong_length(run):
 @pytest.mark.parametrize(
     ("name", "given"), [("one_for_all", "1 scores"), ("a_number", "a float: 1.0"), ("a_set", "a set: {0.5}")]
 )
-def test_one_score_for_a_whole_batch_is_nobodys(run, name, given):
-    # Tried one by one it would look like each one's own.
+def test_one_score_for_a_whole_batch_is_a_failure(run, name, given):
+    # If the examples were tried one by one, the value would look like the score of each.
     values, failures, _ = run(name, ["value 1"] * 3, workers=1)
     assert not values
     assert {failure.detail.partition(" for ")[0] for failure in failures.values()} == {f"returned {given}"}
 
 
-def test_an_array_is_no_number(run):
+def test_arrays_are_not_numbers(run):
     values, failures, _ = run("single", ["array 0", "array 1", "array 2"])
     assert values == {0: 1.0}
     assert [failures[index].cause for index in (1, 2)] == ["not-a-number"] * 2
@@ -186,7 +189,7 @@ def test_printing_does_not_disturb_the_pipe(run):
     assert values == dict.fromkeys(range(20), 5.0) and not failures
 
 
-def test_a_function_that_destroys_the_pipe_costs_its_example(run):
+def test_a_function_that_writes_into_its_connection_loses_its_example(run):
     responses = ["value 0", "scribble", "value 2", "closeall", "value 4", "scribble text"]
     values, failures, _ = run("single", responses)
     assert values == {0: 0.0, 2: 2.0, 4: 4.0}
@@ -195,7 +198,7 @@ def test_a_function_that_destroys_the_pipe_costs_its_example(run):
 
 @pytest.mark.parametrize("name", ["single", "many", "waits"])
 @pytest.mark.parametrize("forged", ["pickle", "answer", "idle", "type"])
-def test_a_forged_answer_costs_its_example_and_is_never_executed(run, tmp_path, name, forged):
+def test_a_forged_answer_loses_its_example_and_is_never_executed(run, tmp_path, name, forged):
     note = tmp_path / "executed"
     values, failures, _ = run(name, ["value 0", f"forge {forged} {note}", "value 2"])
     assert not note.exists()
@@ -209,17 +212,24 @@ def test_a_forged_answer_costs_its_example_and_is_never_executed(run, tmp_path, 
 @pytest.mark.parametrize(
     "extent", ["", " for good", " streams", " files"], ids=["restored", "limit", "streams", "files"]
 )
-def test_what_a_call_changes_of_the_process_is_restored_for_the_next(run, extent):
+def test_changed_process_state_is_restored_for_the_next_call(run, extent):
     spoilt = f"spoilt {Path.cwd()}"
     values, _, _ = run("single", ["pid", spoilt, f"spoil{extent}", spoilt, "pid"], workers=1)
     assert values[1] == values[3] == 0.0
     assert extent or values[0] == values[4]  # it is the same process
 
 
-def test_what_a_call_prints_is_bounded(run, hostile):
-    values, _, _ = run("single", ["print much"] * 2)
-    assert values == {0: 1.0, 1: 1.0}
-    assert 1_000_000 < (hostile.parent / "output.txt").stat().st_size < 3_000_000
+def test_the_logged_output_of_a_process_is_bounded(hostile, tmp_path):
+    """Output of all calls together, and of programs that a function starts."""
+    output, function = tmp_path / "output.txt", Function("single", f"{hostile}:single")
+    with RewardPool([function], workers=1, timeout_s=10.0, output=output) as pool:
+        responses = ["print", "print much", "print much", "program", "value 1"]
+        values = [one.value for one in calls_of(pool, [Example("p", response, None, {}) for response in responses])]
+    assert values == [5.0, 1.0, 1.0, 1.0, 1.0]
+    printed = output.read_text(errors="replace")
+    assert printed.startswith("garbage ") and len(printed) < MOST_BYTES + 1000
+    total = sum(map(int, re.findall(r"process \d+: (\d+) bytes of its output, after 262144, were not logged", printed)))
+    assert total + MOST_BYTES == 801 + 256 + 2 * 10 * 1_000_001 + 1_000_000
 
 
 @pytest.mark.parametrize("name", ["single", "many", "waits"])
@@ -233,41 +243,41 @@ def test_only_the_parent_of_a_fork_answers(run, name):
 def test_results_stream(hostile):
     with RewardPool([Function("single", f"{hostile}:single")], workers=2, timeout_s=2.0) as pool:
         start = time.monotonic()
-        first = next(iter(pool.run([Example("p", r, None, {}) for r in ["hang", "value 1"]])))
+        first = next(iter(calls_of(pool, [Example("p", r, None, {}) for r in ["hang", "value 1"]])))
         assert first.index == 1 and time.monotonic() - start < 1.0
 
 
 def test_an_abandoned_run_leaves_a_usable_pool(hostile):
     with RewardPool([Function("single", f"{hostile}:single")], workers=2, timeout_s=2.0) as pool:
-        list(pool.run([Example("p", "value 0", None, {})] * 8))
+        list(calls_of(pool, [Example("p", "value 0", None, {})] * 8))
         processes = set(pids(pool))
-        outcomes = pool.run([Example("p", r, None, {}) for r in ["hang", "value 1"]])
+        outcomes = calls_of(pool, [Example("p", r, None, {}) for r in ["hang", "value 1"]])
         next(outcomes)
         outcomes.close()
-        again = list(pool.run([Example("p", f"value {n}", None, {}) for n in range(50)]))
-        assert len(processes - set(pids(pool))) == 1  # that which hung is gone
+        again = list(calls_of(pool, [Example("p", f"value {n}", None, {}) for n in range(50)]))
+        assert len(processes - set(pids(pool))) == 1  # the process that hung
     assert sorted(outcome.value for outcome in again) == list(range(50))
     with pytest.raises(RuntimeError, match="closed"):
-        next(pool.run([Example("p", "value 1", None, {})]))
+        next(calls_of(pool, [Example("p", "value 1", None, {})]))
 
 
-def test_unpicklable_records_are_attributed(hostile):
+def test_an_unpicklable_record_fails_alone(hostile):
     examples = [Example("ab", "c", "def", {"n": n}) for n in range(4)]
     examples[2] = Example("ab", "c", "def", {"n": lambda: 0})
     with RewardPool([Function("f", f"{hostile}:all_arguments")], workers=1, timeout_s=5.0) as pool:
-        outcomes = {outcome.index: outcome for outcome in pool.run(examples)}
-        assert list(pool.run([])) == []
+        outcomes = {outcome.index: outcome for outcome in calls_of(pool, examples)}
+        assert list(calls_of(pool, [])) == []
     assert outcomes[2].failure.cause == "unpicklable"
     assert [outcomes[n].value for n in (0, 1, 3)] == [312.0, 1312.0, 3312.0]
 
 
 def test_workers_that_die_idle_are_replaced(hostile):
     with RewardPool([Function("single", f"{hostile}:single")], workers=2, timeout_s=5.0) as pool:
-        list(pool.run([Example("p", "value 0", None, {})] * 8))
+        list(calls_of(pool, [Example("p", "value 0", None, {})] * 8))
         for pid in pids(pool):
             os.kill(pid, signal.SIGKILL)
             assert gone_within(pid, 2.0)
-        outcomes = list(pool.run([Example("p", "value 7", None, {})] * 10))
+        outcomes = list(calls_of(pool, [Example("p", "value 7", None, {})] * 10))
     assert [outcome.value for outcome in outcomes] == [7.0] * 10
 
 
@@ -281,7 +291,7 @@ def test_functions_that_do_not_load(refused, hostile, tmp_path):
         RewardPool([Function("f", f"{deadly}:f")], workers=1, timeout_s=1.0)
 
 
-def test_a_function_that_takes_for_ever_to_load(tmp_path, monkeypatch):
+def test_a_function_that_takes_too_long_to_load(tmp_path, monkeypatch):
     monkeypatch.setattr(executor, "START_LIMIT_S", 0.2)
     slow = tmp_path / "slow.py"
     slow.write_text("import time\ntime.sleep(1000)\n")
@@ -290,21 +300,21 @@ def test_a_function_that_takes_for_ever_to_load(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads")
-def test_functions_whose_modules_have_started_threads_are_not_forked(tmp_path):
+def test_functions_whose_modules_start_threads_are_not_forked(tmp_path):
     file = tmp_path / "threaded.py"
     file.write_text(
         "import os\nimport pyarrow\n"
         "def f(prompt, response, answer, record): return len(os.listdir('/proc/self/task'))\n"
     )
     with RewardPool([Function("f", f"{file}:f")], workers=1, timeout_s=30.0) as pool:
-        assert next(pool.run([Example("p", "", None, {})])).value > 1  # a fork has one
+        assert next(calls_of(pool, [Example("p", "", None, {})])).value > 1  # a fork has one thread
 
 
 def test_workers_load_nothing_heavy_and_start_fast(hostile):
     start = time.monotonic()
     with RewardPool([Function("heavy", f"{hostile}:heavy")], workers=1, timeout_s=5.0) as pool:
         seconds = time.monotonic() - start
-        assert next(iter(pool.run([Example("", "", None, {})]))).value == 0.0
+        assert next(iter(calls_of(pool, [Example("", "", None, {})]))).value == 0.0
     assert seconds < 1.5
     light = "import sys, jaxrlhf.rewards.pool; assert not {'jax', 'numpy', 'flax'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", light], check=True)

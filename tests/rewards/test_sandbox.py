@@ -1,4 +1,4 @@
-"""Sandbox of programs: what it lets them do, what it must hold, and on which machines it is refused."""
+"""Sandbox of programs: allowed actions, refused actions, and machines that cannot confine."""
 
 import ctypes
 import errno
@@ -32,7 +32,7 @@ def _confining_machine():
 
 
 ELSEWHERE = ('sys.platform != "linux"', 'sys.platform == "linux"')
-"""Replacements in the text of `confined.py` that make the program see another machine."""
+"""Replacements in the text of `confined.py` that simulate another machine."""
 
 
 def weakened(monkeypatch, tmp_path, old: str, new: str) -> None:
@@ -43,7 +43,7 @@ def weakened(monkeypatch, tmp_path, old: str, new: str) -> None:
 
 
 def attempt(*codes: str, limits: Limits = LIMITS) -> dict[str, str]:
-    """The exception that each attempt raised, or nothing."""
+    """Return the exception that each attempt raised; None without one."""
     program = f"""
 for code in {codes!r}:
     try:
@@ -60,7 +60,7 @@ def test_a_program_reads_and_prints_and_has_its_libraries_and_its_own_directory(
     assert run("print(open('/dev/stdin').read())", limits=LIMITS, stdin="a\nb") == Ended(0, "a\nb\n", True)
     program = """
 import asyncio, json, os, tempfile, threading
-import pytest  # installed beside the interpreter
+import pytest  # an installed package
 with open("file", "w") as file:
     file.write("1")
 os.rename("file", "other")
@@ -136,7 +136,7 @@ def attempt_on(outside: Path, codes: list[str], limits: Limits) -> dict[str, str
         return attempt(*(code.format(outside=outside, port=port) for code in codes), limits=limits)
 
 
-def test_there_is_no_way_out(outside):
+def test_attempts_to_leave_the_sandbox_fail(outside):
     said = attempt_on(outside, WAYS_OUT, LIMITS)
     assert [code for code, error in said.items() if error not in ("PermissionError", "OSError")] == []
     assert outside.read_text() == "untouched" and outside.stat().st_mode & 0o111 == 0
@@ -154,7 +154,7 @@ print(found, ctypes.get_errno())
 """
 
 
-def test_shared_memory_semaphores_and_queues_of_others_are_not_reached_by_their_numbers(monkeypatch, tmp_path):
+def test_shared_memory_semaphores_and_queues_of_others_cannot_be_reached(monkeypatch, tmp_path):
     libc = ctypes.CDLL(None, use_errno=True)
     ids = {
         "memory": libc.shmget(0, 4096, 0o1666),
@@ -174,7 +174,7 @@ def test_shared_memory_semaphores_and_queues_of_others_are_not_reached_by_their_
 
 
 @pytest.mark.parametrize("name", ["inotify_init1", "fanotify_init", "io_setup", "syslog", "seccomp"])
-def test_what_watches_others_or_uses_up_what_all_share_is_refused(name):
+def test_watching_others_and_using_up_shared_resources_is_refused(name):
     number = confined.REFUSED[name][confined.MACHINES[platform.machine()][0]]
     program = f"""
 import ctypes
@@ -211,7 +211,7 @@ except (OSError, RuntimeError):
 
 
 def test_a_program_cannot_claim_that_it_could_not_be_confined():
-    """It finds the job with its secret in the frames above, and writes to every file that is open."""
+    """It reads the secret from the frames above, and writes to every open file."""
     program = """
 import os, sys
 frame, secret = sys._getframe(), ""
@@ -230,13 +230,13 @@ os._exit(0)
 
 
 def test_attempts_succeed_without_the_sandbox(monkeypatch, outside):
-    """So that it is the sandbox that stops them above, and not a slip in how they are written."""
+    """So the sandbox stops the attempts above, and not an error in the attempts."""
     weakened(monkeypatch, outside.parent, *ELSEWHERE)
     said = attempt_on(outside, WAYS_WITHOUT_A_SANDBOX, replace(LIMITS, allow_unsandboxed=True))
     assert [code for code, error in said.items() if error] == []
 
 
-def test_limits_hold_and_cannot_be_raised():
+def test_limits_are_enforced_and_cannot_be_raised():
     started = time.monotonic()
     assert run("while True: pass", limits=replace(LIMITS, time_s=0.5)).status is None
     assert run("import time\nwhile True: time.sleep(1)", limits=replace(LIMITS, time_s=0.5)).status is None
@@ -254,7 +254,7 @@ def test_limits_hold_and_cannot_be_raised():
 
 
 @pytest.mark.slow
-def test_folders_in_folders_without_end_are_a_failure_that_leaves_nothing_and_takes_no_longer(monkeypatch, tmp_path):
+def test_endlessly_nested_folders_fail_in_time_and_are_removed(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     burrow = """
 import os
@@ -285,7 +285,7 @@ while True:
     assert run(bomb, limits=LIMITS).status == errno.EPERM and time.monotonic() - started < 2
 
 
-def test_a_crash_and_a_quiet_end_are_no_success():
+def test_a_crash_and_an_early_exit_are_failures():
     assert run("import ctypes; ctypes.string_at(0)", limits=LIMITS).status < 0
     assert not run("import os; os._exit(0)", limits=LIMITS, test="assert False").whole
     assert not run("import sys; sys.exit(0)", limits=LIMITS, test="assert False").whole
@@ -333,13 +333,13 @@ def test_a_program_does_not_outlive_its_worker(tmp_path):
         children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children")
         until(lambda: children.read_text() != "")
         child = Path(f"/proc/{int(children.read_text())}")
-        until(lambda: (child / "fd" / "1").stat().st_size > 0)  # it is at its sleep
+        until(lambda: (child / "fd" / "1").stat().st_size > 0)  # the program has reached its sleep
         worker.kill()
     until(lambda: gone(child))
 
 
 def gone(process: Path) -> bool:
-    """Whether it is gone, or dead and only waiting to be reaped by the system."""
+    """Return whether a process is gone or waits to be reaped."""
     try:
         return "State:\tZ" in (process / "status").read_text()
     except (FileNotFoundError, ProcessLookupError):

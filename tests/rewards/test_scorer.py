@@ -1,4 +1,4 @@
-"""Weighted sums of rewards, and which rows have no score."""
+"""Weighted sums of rewards, and unscorable rows."""
 
 import logging
 import threading
@@ -102,7 +102,7 @@ def test_a_missing_reference_answer_is_unscorable_and_no_rows_have_no_scores():
 
 @pytest.fixture
 def noting(functions, tmp_path):
-    """A scorer whose function notes what it is called on; the record that tells it where; and what it noted."""
+    """Scorer whose function notes its responses, the record that names the file of notes, and the sorted notes."""
     note = tmp_path / "note"
     with Scorer(config.Rewards(parts=(config.FunctionReward(f"{functions}:noted"),))) as scorer:
         yield scorer, {"note": str(note)}, lambda: sorted(note.read_text().split()) if note.exists() else []
@@ -115,11 +115,11 @@ def until(reached) -> None:
         time.sleep(0.01)
 
 
-def test_what_was_begun_is_not_asked_for_again(noting):
+def test_started_calls_are_not_made_again(noting):
     scorer, record, noted = noting
     scorer.open_batch()
     for response in ("a", "bb", "a", "elsewhere"):
-        scorer.begin("p", lambda response=response: response, "7", record)
+        scorer.start("p", lambda response=response: response, "7", record)
     until(lambda: noted() == ["a", "a", "bb", "elsewhere"])
     responses = ["ccc", "a", "a", "bb", "a"]
     scores = scorer.score(["p"] * 5, responses, ["7"] * 5, [record] * 5)
@@ -130,9 +130,9 @@ def test_what_was_begun_is_not_asked_for_again(noting):
     assert noted().count("bb") == 2 and scorer.ahead == (0, 1)
 
 
-def test_a_response_is_known_again_only_with_all_that_a_function_sees(noting):
+def test_a_started_call_is_found_only_if_all_inputs_are_equal(noting):
     scorer, record, noted = noting
-    scorer.begin("p", lambda: "a", "7", record)
+    scorer.start("p", lambda: "a", "7", record)
     until(lambda: noted() == ["a"])
     records = [record, record, {**record, "more": 1}]
     scores = scorer.score(["p", "q", "p"], ["a"] * 3, ["77", "7", "7"], records)
@@ -140,28 +140,28 @@ def test_a_response_is_known_again_only_with_all_that_a_function_sees(noting):
     assert scorer.ahead == (0, 3) and noted() == ["a"] * 4
 
 
-def test_batches_that_nobody_asks_for_are_dropped(noting):
+def test_old_batches_are_dropped(noting):
     scorer, record, noted = noting
     for batch in range(1, 6):
         scorer.open_batch()
-        scorer.begin("p", lambda batch=batch: "x" * batch, "7", record)
+        scorer.start("p", lambda batch=batch: "x" * batch, "7", record)
         until(lambda batch=batch: len(noted()) == batch)
     assert scorer.score(["p"] * 5, ["x" * n for n in range(1, 6)], ["7"] * 5, [record] * 5).scorable_B.all()
     assert scorer.ahead == (4, 5) and noted() == ["x", "x", "xx", "xxx", "xxxx", "xxxxx"]
 
 
-def test_failures_of_what_was_begun_are_those_of_its_row(functions):
+def test_failures_of_started_calls_have_the_rows_of_their_responses(functions):
     parts = (config.FunctionReward(f"{functions}:moody"),)
     with Scorer(config.Rewards(parts=parts, workers=1, timeout_s=0.5)) as scorer:
         for response in ("nan", "raise", "fine", "hang"):
-            scorer.begin("p", lambda response=response: response, "7", {})
+            scorer.start("p", lambda response=response: response, "7", {})
         scores = score(scorer, ["fine", "hang", "raise", "nan"])
     np.testing.assert_array_equal(scores.scorable_B, [True, False, False, False])
     found = [(failure.index, failure.cause) for failure in scorer.failures]
     assert found == [(1, "timeout"), (2, "exception"), (3, "not-finite")]
 
 
-def test_a_text_is_made_on_another_thread_and_one_that_cannot_be_made_is_left_to_the_call(noting):
+def test_texts_are_decoded_on_another_thread_and_a_failure_to_decode_is_left_to_score(noting):
     scorer, record, noted = noting
     threads = []
 
@@ -169,14 +169,14 @@ def test_a_text_is_made_on_another_thread_and_one_that_cannot_be_made_is_left_to
         threads.append(threading.get_ident())
         raise OSError("no text")
 
-    scorer.begin("p", broken, "7", record)
-    scorer.begin("p", lambda: "a", "7", record)
+    scorer.start("p", broken, "7", record)
+    scorer.start("p", lambda: "a", "7", record)
     until(lambda: noted() == ["a"])
     assert scorer.score(["p"], ["a"], ["7"], [record]).score_B == 11
     assert scorer.ahead == (1, 1) and threads != [threading.get_ident()]
 
 
-def test_models_score_through_the_same_door():
+def test_models_score_whole_responses():
     rewards = config.Rewards(parts=(config.ModelReward("org/judge", weight=0.5), config.ArithmeticReward()))
     texts = []
 
@@ -196,7 +196,7 @@ def test_models_score_through_the_same_door():
         Scorer(rewards)
 
 
-def test_sums_beyond_float32_are_no_scores(functions):
+def test_sums_beyond_float32_are_unscorable(functions):
     parts = (config.FunctionReward(f"{functions}:length", weight=1e38),)
     with Scorer(config.Rewards(parts=parts, workers=1)) as scorer:
         scores = score(scorer, ["123", "1234"])
@@ -220,6 +220,6 @@ def test_names_are_distinct():
     assert part_names([*parts, config.FormatReward()]) == ["f_2", "f", "f_3", "format", "f_4", "format_2"]
 
 
-def test_no_part_takes_the_name_of_a_metric_of_the_whole_score():
+def test_no_part_has_the_name_of_a_metric_of_the_total_score():
     parts = [config.FunctionReward("m:mean"), config.FunctionReward("m:mean"), config.ModelReward("org/std")]
     assert part_names(parts) == ["mean_2", "mean_3", "std_2"]

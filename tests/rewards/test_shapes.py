@@ -1,4 +1,4 @@
-"""Rewards for how a response looks: its tags, its length, its repetitions."""
+"""Rewards for tags, length and repetitions."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def test_tags_are_used_once_and_in_order(response, share):
     assert tags("", response, None, {}, names=("think", "answer")) == share
 
 
-def test_repetition_is_the_share_of_sequences_that_were_there_before():
+def test_repetition_is_the_share_of_repeated_sequences():
     assert repetition("", "one two three four", None, {}, words=2) == 0.0
     assert repetition("", "so so so so so", None, {}, words=2) == pytest.approx(-3 / 4)
     assert repetition("", "A b a B a", None, {}, words=2) == pytest.approx(-2 / 4)
@@ -44,7 +44,7 @@ def test_repetition_is_the_share_of_sequences_that_were_there_before():
 
 
 @pytest.mark.parametrize("words", [1, 2, 3, 5])
-def test_repetition_equals_a_count_one_by_one(words):
+def test_repetition_equals_a_naive_count(words):
     for text in itertools.product("ab", repeat=7):
         seen, again = [], 0
         for start in range(7 - words + 1):
@@ -58,7 +58,7 @@ def paid(length: int, right: bool) -> float:
     return cosine_length("", "x" * length, None, {}, correct=lambda *_: float(right), **settings)
 
 
-def test_cosine_length_pays_short_right_answers_and_long_wrong_ones():
+def test_cosine_length_favors_short_right_answers_and_long_wrong_ones():
     assert (paid(0, True), paid(0, False)) == (2.0, -10.0)
     assert (paid(50, True), paid(50, False)) == pytest.approx((1.5, -5.0))
     assert (paid(100, True), paid(100, False), paid(1000, True)) == (-7.0, -7.0, -7.0)
@@ -72,7 +72,7 @@ def test_cosine_length_pays_short_right_answers_and_long_wrong_ones():
     assert min(rights) > 1.0 and max(wrongs) < 0.0
 
 
-def test_shapes_are_scored_through_the_pool_with_the_answer_reward_inside(tmp_path):
+def test_cosine_length_runs_in_the_pool_with_its_inner_reward(tmp_path):
     (tmp_path / "mine.py").write_text("def right(prompt, response, answer, record): return response[0] == answer\n")
     mine = config.FunctionReward(f"{tmp_path / 'mine.py'}:right")
     parts = (
@@ -107,12 +107,12 @@ def test_shapes_are_scored_through_the_pool_with_the_answer_reward_inside(tmp_pa
         (config.RepetitionReward, {"words": 0}, "words must be above 0"),
     ],
 )
-def test_settings_without_a_meaning_are_refused(part, settings, message):
+def test_meaningless_settings_are_refused(part, settings, message):
     with pytest.raises(ValueError, match=message):
         part(**settings)
 
 
-def test_a_function_inside_that_does_not_load_is_refused_at_the_start():
+def test_an_inner_function_that_does_not_load_is_refused_at_the_start():
     parts = (config.CosineLengthReward(max_characters=9, correct=config.FunctionReward("no_such_module:f")),)
     with pytest.raises(ValueError, match="no_such_module"):
         Scorer(config.Rewards(parts=parts))

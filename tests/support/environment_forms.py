@@ -1,4 +1,4 @@
-"""Well-behaved tools, environments and agent programs of every form, as a user writes them."""
+"""Tools, environments and agent programs of every form that a user may write."""
 
 import asyncio
 import os
@@ -58,7 +58,7 @@ def process() -> int:
 
 
 class Counter:
-    """Game: say numbers until their sum is the record's target; remembers its seed."""
+    """Game: say numbers until their sum is the record's target; the seed is part of the opening."""
 
     def reset(self, record, seed):
         self.sum, self.target, self.seed, self.paid = 0, record["target"], seed, record.get("paid")
@@ -84,7 +84,7 @@ class Counter:
 
 
 class AsyncCounter(Counter):
-    """The same, waiting for each step."""
+    """Counter with async methods."""
 
     async def reset(self, record, *, seed):
         await asyncio.sleep(0)
@@ -168,7 +168,7 @@ class Tooled:
 
 
 class Slow(Brief):
-    """An environment that takes its time to be made, and to begin."""
+    """Environment whose factory and `reset` are slow."""
 
     def __init__(self):
         time.sleep(0.6)
@@ -179,13 +179,13 @@ class Slow(Brief):
 
 
 def run(session, record):
-    """Agent program that says what it was given."""
+    """Agent program that checks its session."""
     assert os.environ["OPENAI_BASE_URL"] == session.base_url and os.environ["OPENAI_API_KEY"] == session.api_key
     assert session.record == record
     return record["score"] + session.seed
 
 
 async def run_async(session, record):
-    """The same, waiting."""
+    """Async agent program that checks its session."""
     await asyncio.sleep(0.1)
     return None if record["score"] is None else run(session, record)

@@ -1,4 +1,4 @@
-"""Tools and environments that do what none should."""
+"""Tools and environments that misbehave in many ways."""
 
 import asyncio
 import builtins
@@ -21,7 +21,7 @@ from jaxrlhf.episode import Observation
 
 
 class Unpicklable(Exception):
-    """Error that holds what cannot be pickled, and says nothing."""
+    """Error with an unpicklable argument, whose text cannot be computed."""
 
     def __init__(self):
         super().__init__(lambda: 0)
@@ -35,21 +35,21 @@ def note(folder: str) -> None:
 
 
 def misbehave(kind: str, folder: str) -> object:
-    """Does something bad.
+    """Misbehaves.
 
     Args:
-        kind: What.
-        folder: Place for the numbers of processes that are left behind.
+        kind: Kind of misbehavior.
+        folder: Folder for the ids of processes that are left behind.
     """
-    return DEEDS[kind](folder)
+    return KINDS[kind](folder)
 
 
 async def misbehave_waiting(kind: str, folder: str) -> object:
-    """Does something bad after a while.
+    """Misbehaves after a pause.
 
     Args:
-        kind: What.
-        folder: Place for the numbers of processes that are left behind.
+        kind: Kind of misbehavior.
+        folder: Folder for the ids of processes that are left behind.
     """
     await asyncio.sleep(0.05)
     if kind == "hang":
@@ -58,11 +58,11 @@ async def misbehave_waiting(kind: str, folder: str) -> object:
         while True:
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(1000)
-    return DEEDS[kind](folder)
+    return KINDS[kind](folder)
 
 
 def state() -> list[object]:
-    """State of the process that no call finds changed."""
+    """Return the process state that is restored between calls."""
     limits = [resource.getrlimit(limit) for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)]
     environment = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
     return [os.getcwd(), environment, limits, sys.getrecursionlimit()]
@@ -87,7 +87,7 @@ def change_state(folder):
 
 
 def forge(folder):
-    """Write an answer that another request could have."""
+    """Write an answer into every open descriptor."""
     number = struct.pack("!Q", next(one for one in gc.get_objects() if type(one).__name__ == "Calls")._number)
     forged = number + b'["Answer", {"number": 0, "value": 1.0, "failure": null, "seconds": 0.0}]'
     for descriptor in range(3, 64):
@@ -104,7 +104,7 @@ def hang(folder):
 
 
 def hang_in_c(folder):
-    re.fullmatch("(a+)+b", "a" * 60)  # holds the interpreter lock for longer than anyone lives
+    re.fullmatch("(a+)+b", "a" * 60)  # holds the interpreter lock forever
 
 
 def stop(folder):
@@ -123,7 +123,7 @@ def segfault(folder):
     ctypes.string_at(0)
 
 
-def kill_family(folder):
+def kill_server(folder):
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
 
@@ -245,11 +245,11 @@ def files(folder):
     return "left a folder"
 
 
-DEEDS = {name: one for name, one in list(vars().items()) if callable(one) and getattr(one, "__module__", 0) == __name__}
+KINDS = {name: one for name, one in list(vars().items()) if callable(one) and getattr(one, "__module__", 0) == __name__}
 
 
 class Hostile:
-    """Does something bad in the method that the record names."""
+    """Environment that misbehaves in the method that the record names."""
 
     def reset(self, record, seed):
         self.record, self.turns = record, 0
@@ -269,11 +269,11 @@ class Hostile:
     def _maybe(self, where):
         if self.record.get("where") == where:
             kind = self.record["kind"]
-            return ANSWERS[kind]() if kind in ANSWERS else DEEDS[kind](self.record["folder"])
+            return ANSWERS[kind]() if kind in ANSWERS else KINDS[kind](self.record["folder"])
 
 
 class Held:
-    """State that no process but its own can read."""
+    """State that only this process can read."""
 
     def __hash__(self):
         return 1

@@ -1,7 +1,7 @@
-"""Source of reward functions that do what no function should."""
+"""Source of reward functions that misbehave in many ways."""
 
 HOSTILE = """
-import asyncio, ctypes, gc, json, os, pickle, resource, signal, struct, sys, tempfile, time
+import asyncio, ctypes, gc, json, os, pickle, resource, signal, struct, subprocess, sys, tempfile, time
 from jaxrlhf.rewards import batched
 
 CORE = resource.getrlimit(resource.RLIMIT_CORE)
@@ -26,14 +26,14 @@ def misbehave(response):
     if kind == "hang":
         while True:
             time.sleep(1)
-    if kind == "scribble":  # into every open file descriptor, the pipe's among them
+    if kind == "scribble":  # into every open descriptor, including the connection
         for descriptor in range(3, 64):
             try:
                 os.write(descriptor, b"a text" if detail == "text" else b"\\0\\0\\0\\4oops")
             except OSError:
                 pass
         return 1.0
-    if kind == "forge":  # what it says it is, into every descriptor, and then its score
+    if kind == "forge":  # an answer into every descriptor, before the score
         what, _, path = detail.partition(" ")
         number = struct.pack("!Q", next(one for one in gc.get_objects() if type(one).__name__ == "Calls")._number)
         answer = ["Answer", {"number": 77, "value": 1.0, "failure": None, "seconds": 0.0}]
@@ -69,7 +69,7 @@ def misbehave(response):
         sys.setrecursionlimit(200)
         sys.stdout = None
         return 1.0
-    if kind == "spoilt":  # number of things that are not as they were
+    if kind == "spoilt":  # number of changes that are visible
         return sum([
             os.getcwd() != detail,
             "SPOILT" in os.environ,
@@ -89,10 +89,13 @@ def misbehave(response):
         for _ in range(10):
             print("x" * 1_000_000)
         return 1.0
+    if kind == "program":
+        subprocess.run(["head", "-c", "1000000", "/dev/zero"], check=True)
+        return 1.0
     if kind == "closeall":
         os.closerange(3, 64)
         return 1.0
-    if kind == "fork":  # and let the child return too
+    if kind == "fork":  # and the child returns too
         child = os.fork()
         if child:
             os.waitpid(child, 0)

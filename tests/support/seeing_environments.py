@@ -12,13 +12,13 @@ from jaxrlhf.episode import Observation
 
 
 def picture(*parts, size=(28, 42)):
-    """Pixels that depend on some texts and numbers alone."""
+    """Return a picture that depends only on the arguments."""
     seed = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
     return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 255, (*size, 3), np.uint8))
 
 
 class Shows:
-    """Shows a picture at first, unless the record's own is shown, and another one after every reply."""
+    """Environment that opens with a picture, unless the record has one, and shows another picture after every reply."""
 
     def reset(self, record, seed):
         self._turns, self._heard = record["turns"], [seed]
@@ -37,18 +37,18 @@ class Shows:
 
 
 class ShowsOne(Shows):
-    """Ends after the reply to the second picture, whatever the record."""
+    """Environment that ends after the reply to the second picture."""
 
     def reset(self, record, seed):
         return super().reset({"turns": 2}, seed)
 
 
 PADDING = 100_000
-"""Bytes of a file that are not read for its picture."""
+"""Number of bytes of a picture file that are not part of the picture."""
 
 
 class ShowsHeavy(ShowsOne):
-    """Shows pictures in large files."""
+    """Environment that shows pictures in large files."""
 
     def reset(self, record, seed):
         return self._heavy(super().reset(record, seed))
@@ -67,7 +67,7 @@ class ShowsHeavy(ShowsOne):
 
 
 def pictures(prompt, response, answer, record):
-    """Mean of the colours of an episode's pictures, as a reward."""
+    """Reward function: mean color of the episode's pictures."""
     parts = [part for message in record["episode"]["messages"] for part in message["content"]]
     urls = [part["image_url"]["url"] for part in parts if isinstance(part, dict) and part["type"] == "image_url"]
     assert len(urls) == 2, urls
@@ -76,7 +76,7 @@ def pictures(prompt, response, answer, record):
 
 
 class Damaged:
-    """Shows what is no picture."""
+    """Environment that shows bytes that are not a picture."""
 
     def reset(self, record, seed):
         return [{"role": "user", "content": [{"type": "image", "image": b"no picture"}]}]
@@ -86,7 +86,7 @@ class Damaged:
 
 
 class TooLarge(Shows):
-    """Shows a picture of more tokens than an observation may have."""
+    """Environment that shows a picture of more tokens than an observation may have."""
 
     def step(self, reply):
         return picture(reply.text, size=(112, 112))

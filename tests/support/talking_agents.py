@@ -1,11 +1,11 @@
-"""Agent programs that ask the policy through OpenAI's client."""
+"""Agent programs that call the policy through OpenAI's client."""
 
 import asyncio
 from pathlib import Path
 
 
 async def asks_twice(session, record):
-    """A conversation of two answers, then another one; scores by the record."""
+    """Get two answers in one conversation, then one in another; return the record's score."""
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
@@ -33,7 +33,7 @@ def raises(session, record):
 
 
 async def pauses(session, record):
-    """Two answers; before the second it waits until there is a file, if its record names one."""
+    """Get two answers; wait before the second for the file that the record may name."""
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
@@ -46,7 +46,7 @@ async def pauses(session, record):
 
 
 async def fills(session, record):
-    """A conversation that goes on until there is no room for it."""
+    """Continue a conversation until a limit refuses it."""
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:

@@ -1,4 +1,4 @@
-"""Environments that talk for a number of turns, whatever the policy says."""
+"""Environments with a fixed number of turns."""
 
 import hashlib
 import secrets
@@ -8,12 +8,12 @@ from jaxrlhf.episode import Observation, Opening
 
 
 def digits(*parts, count=5):
-    """Digits that depend on some texts and numbers alone."""
+    """Return digits that depend only on the arguments."""
     return str(int(hashlib.sha256(repr(parts).encode()).hexdigest(), 16))[:count]
 
 
 class Talks:
-    """Answers with digits that depend on all replies so far, after the pause that the record asks for."""
+    """Environment that answers, after the record's pause, with digits that depend on all earlier replies."""
 
     def reset(self, record, seed):
         self._turns, self._pause_s, self._heard = record["turns"], record.get("pause_s", 0.0), [seed]
@@ -34,7 +34,7 @@ class Talks:
 
 
 class Dawdles(Talks):
-    """Takes a while for one answer in four, and nobody knows for which."""
+    """Environment that pauses before random answers, one in four."""
 
     def step(self, reply):
         time.sleep(secrets.choice((0.0, 0.0, 0.0, 0.3)))
@@ -42,7 +42,7 @@ class Dawdles(Talks):
 
 
 class PaysLate(Talks):
-    """Takes its time over the final reward alone."""
+    """Environment whose final reward is slow."""
 
     def reset(self, record, seed):
         self._late_s = record["pause_s"]
@@ -54,7 +54,7 @@ class PaysLate(Talks):
 
 
 class GivesUp:
-    """Gives up after the first reply, as an environment of gymnasium's may."""
+    """Environment that truncates its episode after the first reply, like gymnasium."""
 
     def reset(self, record, seed):
         return "?"

@@ -12,12 +12,15 @@ from jaxrlhf.config import Refusal
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed files."""
 
+LONGEST_LINE = 1 << 28
+"""Largest size in bytes of a line of a compressed file; a small file may claim to hold a line of many gigabytes."""
+
 
 def lines_of(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file, in order.
 
     Raises:
-      Refusal: A compressed file is incomplete or damaged.
+      Refusal: A compressed file is incomplete or damaged, or one of its lines is too long.
     """
     if path.suffix not in PACKED:
         with path.open("rb") as file:
@@ -25,7 +28,13 @@ def lines_of(path: Path) -> Iterator[bytes]:
         return
     try:
         with _unpacked(path) as file:
-            yield from file
+            while line := file.readline(LONGEST_LINE + 1):
+                if len(line) > LONGEST_LINE:
+                    raise Refusal(
+                        f"{path}: a line has more than {LONGEST_LINE} bytes once it is unpacked; expected one record a "
+                        "line, so leave the record out"
+                    )
+                yield line
     except (OSError, EOFError, zlib.error) as error:
         raise _not_whole(path, error) from error
     except Exception as error:  # LZMAError cannot be imported if Python was built without lzma

@@ -7,8 +7,9 @@ from fractions import Fraction
 from typing import Any
 
 from jaxrlhf.rewards.mathematics.expressions import CONSTANTS, Expr, number, operation, symbol
+from jaxrlhf.rewards.mathematics.sets import EVERYTHING
 from jaxrlhf.rewards.mathematics.tokens import Token, Unread
-from jaxrlhf.rewards.mathematics.values import RealInterval, Union, Words
+from jaxrlhf.rewards.mathematics.values import Union, Words
 from jaxrlhf.rewards.mathematics.words import GREEK
 
 _BEGINS = ("frac", "sqrt", "surd", "binom", "lfloor", "lceil", "pi")
@@ -60,7 +61,7 @@ class ExpressionReader(ABC):
           Unread: The value is a list, a set or words.
         """
         if not isinstance(value, Expr):
-            raise Unread("a formula of what is no number")
+            raise Unread("an operand that is not a number")
         return value
 
     def sum(self) -> Any:
@@ -98,7 +99,7 @@ class ExpressionReader(ABC):
                 if token.kind == "number" and self.tokens[self.place - 1].kind == "number":
                     raise Unread("two numbers side by side")
                 if value.head == "degree":
-                    raise Unread("a factor behind degrees")
+                    raise Unread("a factor after degrees")
                 value = operation("mul", value, self.expr(self.power()))
             else:
                 return value
@@ -178,7 +179,7 @@ class ExpressionReader(ABC):
             if not self.accept(token.text):
                 raise Unread("bars are not closed")
             return operation("abs", inner)
-        raise Unread(f"{token.text!r} begins no value")
+        raise Unread(f"{token.text!r} does not begin a value")
 
     def inside_braces(self) -> Any:
         """Read a group after its opening brace."""
@@ -360,8 +361,6 @@ def _signed(sign: str, value: Expr) -> Expr:
     return value
 
 
-def _domain(name: str) -> Any:
-    if name == "R":
-        infinity = operation("infinity")
-        return Union((RealInterval(operation("neg", infinity), infinity, False, False),))
-    return Words(f"numbers{name.lower()}")
+def _domain(name: str) -> Union | Words:
+    """Return the set of numbers that a letter in blackboard bold names: the real numbers, else words."""
+    return Union((EVERYTHING,)) if name == "R" else Words(f"numbers{name.lower()}")

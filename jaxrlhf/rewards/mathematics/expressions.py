@@ -126,10 +126,6 @@ def _odd_root(exponent: Number) -> int | None:
     return -1 if found.numerator % 2 else 1
 
 
-def _root(value: Number, degree: Number) -> Number:
-    return _power(value, 1 / degree)
-
-
 def _factorial(value: Number) -> Number:
     """Return the gamma function of value + 1, so that formulas agree at points between whole numbers too."""
     if abs(value) * _digits(abs(value) + 1) > _MOST_DIGITS:
@@ -145,23 +141,20 @@ def _binomial(top: Number, bottom: Number) -> Number:
     return mpmath.binomial(top, bottom)
 
 
-def _infinity() -> Number:
-    return mpmath.inf
-
-
+_TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")
 OPERATIONS: dict[str, Callable[..., Number]] = {
     "add": lambda *terms: mpmath.fsum(terms),
     "mul": lambda *factors: mpmath.fprod(factors),
     "div": lambda top, bottom: top / bottom,
     "neg": lambda value: -value,
     "pow": _power,
-    "root": _root,
+    "root": lambda value, degree: _power(value, 1 / degree),
     "factorial": _factorial,
     "binomial": _binomial,
     "abs": abs,
     "degree": lambda value: value * mpmath.pi / 180,
-    "floor": lambda value: mpmath.floor(value),
-    "ceil": lambda value: mpmath.ceil(value),
+    "floor": mpmath.floor,
+    "ceil": mpmath.ceil,
     "log": lambda value, base: mpmath.log(value) / mpmath.log(base),
     "gcd": lambda *values: mpmath.mpf(math.gcd(*(int(value) for value in values))),
     "lcm": lambda *values: mpmath.mpf(math.lcm(*(int(value) for value in values))),
@@ -170,15 +163,11 @@ OPERATIONS: dict[str, Callable[..., Number]] = {
     "pi": lambda: +mpmath.pi,
     "e": lambda: +mpmath.e,
     "i": lambda: mpmath.mpc(0, 1),
-    "infinity": _infinity,
-    **{
-        name: getattr(mpmath, mp)
-        for name, mp in {
-            **{each: each for each in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp")},
-            **{f"arc{each}": f"a{each}" for each in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")},
-            "ln": "log",
-        }.items()
-    },
+    "infinity": lambda: mpmath.inf,
+    "exp": mpmath.exp,
+    "ln": mpmath.log,
+    **{name: getattr(mpmath, name) for name in _TRIGONOMETRIC},
+    **{f"arc{name}": getattr(mpmath, f"a{name}") for name in _TRIGONOMETRIC},
 }
 """Functions of mpmath numbers, by the head of an expression."""
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxrlhf.rewards.mathematics.arithmetic import ExpressionReader
 from jaxrlhf.rewards.mathematics.expressions import Expr, number, operation
-from jaxrlhf.rewards.mathematics.sets import joined, without
+from jaxrlhf.rewards.mathematics.sets import joined, unitless, without
 from jaxrlhf.rewards.mathematics.tokens import Token, Unread
 from jaxrlhf.rewards.mathematics.units import amount_of
 from jaxrlhf.rewards.mathematics.values import (
@@ -42,11 +42,11 @@ class AnswerReader(ExpressionReader):
         """Read all tokens and return the answer's value.
 
         Raises:
-          Unread: Tokens are left over, or do not form a value.
+          Unread: Some tokens do not belong to a value.
         """
         value = self.values("")
         if self.place < len(self.tokens):
-            raise Unread(f"{self.tokens[self.place].text!r} is left over")
+            raise Unread(f"{self.tokens[self.place].text!r} cannot be read here")
         return value
 
     def values(self, bracket: str) -> Any:
@@ -62,7 +62,7 @@ class AnswerReader(ExpressionReader):
                 break
             found.append(self.item())
         if logical and not all(isinstance(each, Relation) for each in found):
-            raise Unread("a logical sign between what are no relations")
+            raise Unread("a logical sign between values that are not relations")
         found = [each for one in found for each in _both_signs(one)]
         families = [each for each in found if isinstance(each, SolutionFamily) and each.value is None]
         if families and len(found) > len(families):
@@ -158,7 +158,7 @@ class AnswerReader(ExpressionReader):
             raise Unread("a congruence without its modulus")
         modulus = self.argument()
         self.accept(")")
-        return Congruence(_expr(left), right, modulus)
+        return Congruence(unitless(left), right, modulus)
 
     def side(self) -> Any:
         """Read a union of sets, or a quantity."""
@@ -175,7 +175,7 @@ class AnswerReader(ExpressionReader):
             pass
         token = self.peek()
         if token is None:
-            raise Unread("nothing is there")
+            raise Unread("expected a quantity")
         if token.kind == "word":
             return self.words()
         negative = self.accept("-") if self.next_is(1, *_CURRENCIES) else False
@@ -195,7 +195,7 @@ class AnswerReader(ExpressionReader):
             more.append(self.with_unit(self.expr(self.sum())))
         if len(more) > 1:
             if amount_of(more) is None:
-                raise Unread("a number behind a quantity")
+                raise Unread("a number after a quantity")
             return Compound(tuple(more))
         return quantity
 
@@ -206,7 +206,7 @@ class AnswerReader(ExpressionReader):
         while (colon := self.peek()) is not None and self.accept(":"):
             after = self.peek()
             if after is None or after.spaced != colon.spaced:
-                raise Unread("a colon between words")
+                raise Unread("a colon that separates no numbers")
             parts.append(self.expr(self.sum()))
         texts = [token.text for token in self.tokens[start : self.place] if token.text != ":"]
         clock = len(texts) == len(parts) and texts[0].isdigit() and int(texts[0]) <= 24
@@ -216,7 +216,7 @@ class AnswerReader(ExpressionReader):
             suffix += token.text.replace(".", "").lower()
             self.place += 1
         if suffix not in ("", "am", "pm"):
-            raise Unread("words behind a ratio")
+            raise Unread("words after a ratio")
         return Ratio(tuple(parts), clock, suffix)
 
     def with_unit(self, value: Expr) -> Quantity:
@@ -226,7 +226,7 @@ class AnswerReader(ExpressionReader):
         base, self.base = self.base, None
         if base is not None:
             if value.head != "number":
-                raise Unread("a formula of a number with a base")
+                raise Unread("a number with a base within a formula")
             return Quantity(value, base=base[1], digits=base[0])
         if self.accept("%", "percent"):
             return Quantity(value, percent=True)
@@ -234,7 +234,7 @@ class AnswerReader(ExpressionReader):
         while (token := self.peek()) is not None:
             if token.kind == "word" and token.text not in _JOINERS:
                 if token.text.lower() in VERBS:
-                    raise Unread("a sentence behind a number")
+                    raise Unread("a sentence after a number")
                 words.append(token.text.lower())
             elif words and token.text == "^" and self.next_is(1, "2", "3", "{"):
                 self.place += 1
@@ -252,7 +252,7 @@ class AnswerReader(ExpressionReader):
         cut = next((place for place, word in enumerate(words) if word in NOISE), len(words))
         unit = " ".join(words[:cut])
         if cut > _MOST_UNIT_WORDS:
-            raise Unread("a sentence behind a number")
+            raise Unread("a sentence after a number")
         if unit == "percent":
             return Quantity(value, percent=True)
         return Quantity(value, unit)
@@ -267,7 +267,7 @@ class AnswerReader(ExpressionReader):
         found = ""
         while (token := self.peek()) is not None and token.text not in (",", ";", "=", *_CLOSED):
             if token.kind not in ("word", "letter", "sign", "number", "constant", "function"):
-                raise Unread("a command among words")
+                raise Unread("a command within words")
             found += token.text
             self.place += 1
         return Words(found.lower().replace(".", ""))
@@ -365,13 +365,7 @@ def _only_symbol(expr: Expr) -> str:
         return str(expr.args[0])
     if expr.head in ("i", "e"):
         return expr.head
-    raise Unread("a membership of a formula")
-
-
-def _expr(value: Any) -> Expr:
-    if isinstance(value, Quantity) and not value.unit and not value.percent:
-        return value.expr
-    raise Unread("no formula")
+    raise Unread("a formula before a membership sign")
 
 
 def _both_signs(value: Any) -> list[Any]:

@@ -12,7 +12,7 @@ _CHOSEN = re.compile(
 
 
 def same_option(given: str, expected: str) -> bool:
-    """Return whether an answer chooses the reference's option; the reference must be a letter alone."""
+    """Return whether an answer chooses the reference's option; the reference must be a single letter."""
     wanted = _LETTER.fullmatch(_bare(expected))
     if wanted is None:
         return False
@@ -22,7 +22,7 @@ def same_option(given: str, expected: str) -> bool:
 
 
 def text_of_option(given: str) -> str | None:
-    """Return the text behind the letter of an option, such as 15 of `(A) 15`; None if there is no option's letter."""
+    """Return the text after the letter of an option, such as 15 of `(A) 15`; None if there is no option's letter."""
     found = _LABELLED.match(plain(given).strip())
     return None if found is None else found[1]
 

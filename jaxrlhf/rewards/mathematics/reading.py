@@ -31,7 +31,7 @@ def is_mathematics(text: str) -> bool:
 
 
 def squeezed(text: str) -> str:
-    """Return a text without formatting commands and backslashes, and without spaces and braces that say nothing.
+    """Return a text without formatting commands and backslashes, and without spaces and braces that have no meaning.
 
     A space between digits stays, because `3 1/2` is not `31/2`; braces around several characters stay, because `2^{10}`
     is not `2^10`, which LaTeX reads as 2 to the power of 1, times 0.

@@ -29,10 +29,10 @@ def _parts(value: Any) -> tuple[RealInterval, ...]:
     if isinstance(value, Union):
         return value.parts
     if isinstance(value, Items) and value.bracket == "{}":
-        return tuple(RealInterval(_number(each), _number(each), True, True) for each in value.values)
+        return tuple(RealInterval(unitless(each), unitless(each), True, True) for each in value.values)
     found = interval_of(value)
     if found is None:
-        raise Unread("a union of what are no sets of numbers")
+        raise Unread("a union of values that are not sets of numbers")
     return (found,)
 
 
@@ -49,12 +49,12 @@ def without(whole: Any, points: Any) -> Union:
     if not isinstance(points, Items) or points.bracket != "{}":
         raise Unread("a difference of sets")
     parts = [*_parts(whole)]
-    for point in map(_number, points.values):
+    for point in map(unitless, points.values):
         rest: list[RealInterval] = []
         for part in parts:
             at, low, high = (real(end) for end in (point, part.low, part.high))
             if at is None or low is None or high is None:
-                raise Unread("an end of an interval that is no real number")
+                raise Unread("an interval whose end is not a real number")
             if low <= at <= high:
                 left = RealInterval(part.low, point, part.has_low, False)
                 right = RealInterval(point, part.high, False, part.has_high)
@@ -65,10 +65,15 @@ def without(whole: Any, points: Any) -> Union:
     return Union(tuple(parts))
 
 
-def _number(value: Any) -> Expr:
+def unitless(value: Any) -> Expr:
+    """Return the expression of a quantity without unit and percent sign.
+
+    Raises:
+      Unread: The value is another one.
+    """
     if isinstance(value, Quantity) and not value.unit and not value.percent:
         return value.expr
-    raise Unread("a set of what are no numbers")
+    raise Unread("expected a number or formula without unit")
 
 
 def turned(sign: str) -> str:

@@ -17,9 +17,6 @@ _WRAPS = re.compile(
     r"\\(?:bm|boldsymbol|underline|uline|emph|textcolor\s*\{[^{}]*\}|color\s*\{[^{}]*\}|colorbox\s*\{[^{}]*\}|mathit|"
     r"mathsf|mathtt|boxed|fbox|framebox|cancel|displaylines)(?=\s*\{|\s)"
 )
-_BOLD = re.compile(
-    r"\\(?:mathbf|mathrm|mathnormal|operatorname\*?|textbf|textit|textrm|textsf|mbox|hbox|text)\s*\{([^{}]*)\}"
-)
 _SPACES = re.compile(r"\\(?:[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}|(?<!\\)\\[,;:!> ]|~|&nbsp;")
 _ENVIRONMENT = re.compile(
     r"\\(?:begin|end)\s*\{(?:aligned|align|align\*|equation|equation\*|gathered|split|gather\*?)\}"

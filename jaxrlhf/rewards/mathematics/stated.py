@@ -53,16 +53,9 @@ def stated_answer(text: str) -> str | None:
         return _formula(marked) or _without_stop(marked) or None
     phrases = list(_STATED.finditer(text))
     if phrases:
-        said = text[phrases[-1].end() :]
-        formula = _formula(said, first=True)
-        if formula is not None:
-            return formula
-    formula = _formula(text)
-    if formula is not None and not phrases:
-        return formula
-    if phrases:
-        return _beginning(_sentence(text[phrases[-1].end() :])) or formula
-    found = _ending(text)
+        rest = text[phrases[-1].end() :]
+        return _formula(rest, first=True) or _beginning(_sentence(rest)) or _formula(text)
+    found = _formula(text) or _ending(text)
     if found is None and len(text.split()) <= _FEW_WORDS:
         return _without_stop(text.strip()) or None
     return found
@@ -74,14 +67,9 @@ def reference_text(answer: str) -> str | None:
     if boxes is not None:
         return boxes or None
     formulas = _formulas(answer)
-    outside = _FORMULA.sub(" ", answer)
-    if (
-        formulas
-        and not re.search(r"[^\W\d_]{2,}", re.sub(r"\b(?:and|or)\b", "", outside))
-        and not re.search(r"\d", outside)
-    ):
-        joined = ", ".join(formulas) if len(formulas) > 1 else formulas[0]
-        return joined.strip() or None
+    outside = re.sub(r"\b(?:and|or)\b", "", _FORMULA.sub(" ", answer))
+    if formulas and not re.search(r"[^\W\d_]{2,}|\d", outside):
+        return ", ".join(formulas).strip() or None
     if formulas and _STATED.search(answer):
         return formulas[-1]
     return answer.strip() if answer.strip(" \t\r\n$") else None
@@ -126,7 +114,7 @@ def _formulas(text: str) -> list[str]:
 def _formula(text: str, *, first: bool = False) -> str | None:
     """Return the last formula or, with `first`, the first formula; None if there is none."""
     found = _formulas(text)
-    return None if not found else found[0 if first else -1]
+    return found[0 if first else -1] if found else None
 
 
 def _sentence(text: str) -> str:

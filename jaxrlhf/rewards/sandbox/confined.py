@@ -91,8 +91,9 @@ def main(fd: int, parent_fd: int) -> None:
     """Run the job in the file `fd`; afterwards the file holds the job's secret if the whole job ran.
 
     Args:
-      parent_fd: Socket that gets the reason if this machine cannot confine the program, or else the file descriptor by
-        which the parent is asked. It is closed before the program runs, so that a program can claim neither.
+      parent_fd: Socket that gets the reason if this machine cannot confine the program, or else the file descriptor
+        through which the parent answers the filter. It is closed before the program runs, so the program can send
+        neither.
     """
     with open(fd, "r+b", buffering=0, closefd=False) as file:
         job = json.loads(file.read())
@@ -107,9 +108,9 @@ def main(fd: int, parent_fd: int) -> None:
                     if not job["allow_unsandboxed"]:
                         parent.send(str(error).encode()[:4096])
                         return
-            if (asks := job.get("asks")) is not None:
-                socket.send_fds(parent, [b"\0"], [asks])
-                os.close(asks)
+            if (listener := job.get("listener")) is not None:
+                socket.send_fds(parent, [b"\0"], [listener])
+                os.close(listener)
         _run(job)
         file.write(job["secret"].encode())
 
@@ -187,7 +188,7 @@ def _restrict_calls(job: dict) -> None:
     code = b"".join(struct.pack("HBBI", *step) for step in [*steps, PASS])
     held = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(held))
-    job["asks"] = _call("syscall", SECCOMP[column], 1, 8, header, what="network isolation: a seccomp filter")
+    job["listener"] = _call("syscall", SECCOMP[column], 1, 8, header, what="network isolation: a seccomp filter")
 
 
 def _check_closed(job: dict) -> None:
@@ -197,12 +198,12 @@ def _check_closed(job: dict) -> None:
     except PermissionError:
         pass
     else:
-        raise OSError("write isolation: Landlock is there and does not hold")
+        raise OSError("write isolation: Landlock is active, but a file outside was opened")
     try:
         socket.socket().close()
     except PermissionError:
         return
-    raise OSError("network isolation: the seccomp filter is there and does not hold")
+    raise OSError("network isolation: the seccomp filter is active, but a socket was created")
 
 
 def _run(job: dict) -> None:

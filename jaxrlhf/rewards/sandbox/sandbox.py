@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.processes.folders import remove_later
 
 MOST_CREATED = 1000
 """Most threads, files and folders, counted together, that one program creates."""
@@ -115,7 +116,7 @@ def check_sandbox(limits: Limits) -> None:
                 f"CodeReward cannot confine programs: {error}. Run it on another machine, or, if you trust what the "
                 "model writes with your files and your network, set allow_unsandboxed=True"
             ) from error
-        logger.warning("CodeReward runs programs with the rights of this run, as it is allowed to: %s", error)
+        logger.warning("CodeReward runs programs with the rights of this run (allow_unsandboxed=True): %s", error)
         ended = run(probe, limits=limits)
     if ended != Ended(0, "16777216\n", True):
         raise Refusal(f"CodeReward: a program that takes 16 MiB ended so: {ended}; are its limits too low? {limits}")
@@ -131,19 +132,7 @@ def _folder(prefix: str) -> Iterator[str]:
         try:
             os.rmdir(folder)
         except OSError:  # not empty
-            _remove_beside(folder)
-
-
-def _remove_beside(folder: str) -> None:
-    """Remove a folder in a background process; the folder may be too deep for Python's recursion, or unreadable.
-
-    The background process is not a child of this process and does not inherit its environment, so it survives the end
-    of this reward process.
-    """
-    command = '{ chmod -R u+rwX -- "$1" 2>/dev/null; rm -rf -- "$1"; } &'
-    quiet, environment = subprocess.DEVNULL, {"PATH": os.environ.get("PATH", os.defpath)}
-    shell = ["sh", "-c", command, "sh", folder]
-    subprocess.run(shell, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True, check=True)
+            remove_later(folder)
 
 
 def _start(kept_open: tuple[int, int], directory: str, given: int, printed: int) -> subprocess.Popen:
@@ -162,15 +151,15 @@ def _start(kept_open: tuple[int, int], directory: str, given: int, printed: int)
 
 
 def _wait(process: subprocess.Popen, child: socket.socket, end: float) -> int | None:
-    """Answer the program's questions until it ends, and return its exit status; None if it was killed at time `end`."""
+    """Answer the filter until the program ends, and return the exit status; None if it was killed at time `end`."""
     try:
         child.settimeout(max(end - time.monotonic(), 1e-3))
-        message, asks, _, _ = socket.recv_fds(child, 4096, 1)
-        if not asks and message:
+        message, listeners, _, _ = socket.recv_fds(child, 4096, 1)
+        if not listeners and message:
             raise RuntimeError(message.decode(errors="replace"))
-        for fd in asks:
-            with open(fd, "rb", buffering=0) as questions:
-                _answer(questions.fileno(), process.pid, end)
+        for fd in listeners:
+            with open(fd, "rb", buffering=0) as listener:
+                _answer(listener.fileno(), process.pid, end)
         return process.wait(max(end - time.monotonic(), 0))
     except (TimeoutError, subprocess.TimeoutExpired):
         return None
@@ -180,11 +169,11 @@ def _wait(process: subprocess.Popen, child: socket.socket, end: float) -> int | 
         process.wait()
 
 
-def _answer(questions: int, pid: int, end: float) -> None:
+def _answer(listener: int, pid: int, end: float) -> None:
     """Allow the first `MOST_CREATED` calls that seccomp asks for, until the process ends or time `end` is reached."""
     with open(os.pidfd_open(pid), "rb", buffering=0) as ended:
         poll, created = select.poll(), 0
-        poll.register(questions, select.POLLIN)
+        poll.register(listener, select.POLLIN)
         poll.register(ended, select.POLLIN)
         while (left_s := end - time.monotonic()) > 0:
             ready = {fd for fd, _ in poll.poll(left_s * 1000)}
@@ -194,5 +183,5 @@ def _answer(questions: int, pid: int, end: float) -> None:
                 created += 1
                 error, flags = (0, _CONTINUE) if created <= MOST_CREATED else (-errno.EAGAIN, 0)
                 with suppress(FileNotFoundError):  # the asking thread has ended
-                    number = fcntl.ioctl(questions, _RECEIVE, bytes(80))[:8]
-                    fcntl.ioctl(questions, _SEND, number + struct.pack("qiI", 0, error, flags))
+                    number = fcntl.ioctl(listener, _RECEIVE, bytes(80))[:8]
+                    fcntl.ioctl(listener, _SEND, number + struct.pack("qiI", 0, error, flags))

@@ -1,0 +1,85 @@
+"""Output of user code: counted for each call in its process, and bounded for each process on its way to the log."""
+
+import io
+import os
+from contextlib import suppress
+from typing import Any
+
+MOST_BYTES = 1 << 18
+"""Largest number of bytes of one process's output that reach the log, a few thousand lines."""
+
+MOST_READS = 16
+"""Largest number of reads of an ended process's output: a process that escaped its end may print without end."""
+
+STDOUT, STDERR = 1, 2
+
+
+class CountedOutput(io.FileIO):
+    """Standard output or error stream of this process, which counts the bytes that Python writes.
+
+    Attributes:
+      count: Number of bytes since the attribute was last set.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self.count = 0
+
+    def write(self, data: Any) -> int:
+        """Write bytes to the stream."""
+        self.count += memoryview(data).nbytes
+        return super().write(data)
+
+    def text(self) -> io.TextIOWrapper:
+        """Return the stream as an unbuffered text stream, for `sys.stdout` or `sys.stderr`."""
+        return io.TextIOWrapper(self, encoding="utf-8", errors="backslashreplace", write_through=True)
+
+
+class ProcessOutput:
+    """Pipe from a process to the log, which is the standard error stream of this process.
+
+    The pipe also carries what C code and child processes print. The first `MOST_BYTES` bytes are passed on, and the
+    rest is counted.
+
+    Attributes:
+      inlet: Descriptor that the process writes to.
+    """
+
+    def __init__(self) -> None:
+        self._outlet, self.inlet = os.pipe()
+        os.set_blocking(self._outlet, False)
+        self._passed, self._dropped = 0, 0
+
+    def fileno(self) -> int:
+        return self._outlet
+
+    def forward(self) -> bool:
+        """Pass on the bytes that can be read now, at most 64 KiB; return whether there were any."""
+        try:
+            data = os.read(self._outlet, 1 << 16)
+        except BlockingIOError:
+            return False
+        passed = data[: MOST_BYTES - self._passed]
+        _log(passed)
+        if len(passed) < len(data) and not self._dropped:
+            _log(b"\nfurther output of this process is not logged\n")
+        self._passed += len(passed)
+        self._dropped += len(data) - len(passed)
+        return bool(data)
+
+    def finish(self, pid: int) -> None:
+        """Pass on the last bytes of an ended process, report how many bytes were dropped, and close the pipe."""
+        for _ in range(MOST_READS):
+            if not self.forward():
+                break
+        self.close()
+        if self._dropped:
+            _log(f"process {pid}: {self._dropped} bytes of its output, after {MOST_BYTES}, were not logged\n".encode())
+
+    def close(self) -> None:
+        os.close(self._outlet)
+
+
+def _log(text: bytes) -> None:
+    with suppress(OSError):  # a full disk must not end the server, and with it all processes
+        os.write(STDERR, text)
