@@ -1,7 +1,8 @@
 """Readers of JSON-lines, JSON, CSV, parquet and Arrow files; errors name the file, the line and the key.
 
-JSON is not read by the package `datasets`: its columns have one type, so a record would get the keys of all others, as
-a tool's arguments those of another tool. CSV cells stay texts, so that the answers `007` and `1.10` are as written.
+The package `datasets` does not read JSON here, because a column of `datasets` has one type: every record would get the
+keys of all records, for example the arguments of all tools. CSV cells stay texts, so that the answers `007` and `1.10`
+do not change.
 """
 
 import codecs
@@ -10,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from difflib import get_close_matches
 from functools import lru_cache
@@ -28,7 +29,9 @@ RECORDS = re.compile(r"\.(?:(?:jsonl|ndjson|json|csv|tsv)(?:\.gz|\.bz2|\.xz|\.zs
 """Pattern of the names of record files."""
 
 _DEEPEST = 64
-"""Maximum nesting depth of lists and objects: Python's recursive parser reads a record again in every step."""
+"""Maximum nesting depth of lists and objects, because Python parses a record recursively in every step."""
+
+_TOO_DEEP = f"lists or objects are nested more than {_DEEPEST} deep; flatten the record"
 
 Stored = Mapping[str, Any] | bytes
 """Stored form of a record: the JSON text of its line, which takes less memory than parsed objects, or the objects."""
@@ -42,11 +45,11 @@ def restored(record: Stored) -> Mapping[str, Any]:
     return json.loads(record) if isinstance(record, bytes) else record
 
 
-_NONE = object()
+_NONE = object()  # result of `field_of` if there is no field
 
 
 def field_of(record: Mapping[str, Any], key: str) -> Any:
-    """Return field `key`; if there is none, `a.b` reads field `b` of field `a`. Return `_NONE` if both are missing."""
+    """Return field `key`; if it is missing, `a.b` reads field `b` of field `a`. Return `_NONE` if both are missing."""
     if key in record:
         return record[key]
     outer, dot, inner = key.partition(".")
@@ -161,19 +164,29 @@ class SourceRecord(NamedTuple):
     further: tuple[str, ...] = ()
 
     @property
+    def text_answers(self) -> list[str]:
+        """Answers that are texts: the solution, the rejected answer, and further solutions."""
+        answers = [self.solution, self.pair.rejected if self.pair else None, *self.further]
+        return [answer for answer in answers if isinstance(answer, str)]
+
+    @property
     def answer_texts(self) -> list[str]:
-        """Texts of all answers."""
-        return [
-            *(texts_of(self.solution) if self.solution else []),
-            *(texts_of(self.pair.rejected) if self.pair else []),
-            *(self.steps.steps if self.steps else ()),
-            *self.further,
-        ]
+        """Texts of all answers, steps and messages included."""
+        messages = [self.solution, self.pair.rejected if self.pair else None]
+        texts = [text for answer in messages if isinstance(answer, list) for text in texts_of(answer)]
+        return [*texts, *self.text_answers, *(self.steps.steps if self.steps else ())]
 
 
-def texts_of(said: str | Messages) -> list[str]:
+def texts_of(turns: str | Messages) -> list[str]:
     """Return the texts of a prompt or an answer."""
-    return [said] if isinstance(said, str) else [str(message.get("content") or "") for message in said]
+    return [turns] if isinstance(turns, str) else [str(message.get("content") or "") for message in turns]
+
+
+def with_texts(prompt: str | Messages, change: Callable[[str], str]) -> str | Messages:
+    """Return a prompt with `change` applied to each of its texts."""
+    if isinstance(prompt, str):
+        return change(prompt)
+    return [{**message, "content": change(message["content"])} for message in prompt]
 
 
 def read_rows(path: str | Path) -> Iterator[Row]:
@@ -185,12 +198,12 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     path = Path(path)
     if RECORDS.search(path.name) is None:
         raise Refusal(
-            f"{path}: expected a .jsonl or .ndjson (one JSON object a line), .json, .csv, .tsv, .parquet or "
-            f".arrow file, or one of text as .gz, .bz2, .xz or .zst{_advice(path)}"
+            f"{path}: expected a .jsonl or .ndjson (one JSON object a line), .json, .csv, .tsv, .parquet or .arrow "
+            f"file, or a compressed text file (.gz, .bz2, .xz or .zst){_advice(path)}"
         )
     if not path.is_file():
         close = get_close_matches(path.name, [one.name for one in path.parent.glob("*.*")], n=1)
-        hint = f"; did you mean {path.with_name(close[0])}?" if close else f" (looked from {Path.cwd()})"
+        hint = f"; did you mean {path.with_name(close[0])}?" if close else f" (relative to {Path.cwd()})"
         raise Refusal(f"{path}: no such file{hint}")
     empty = True
     read = _read_table if path.suffix in TABLES else _read_csv if _delimiter(path.name) else _read_json
@@ -206,11 +219,11 @@ def _advice(path: Path) -> str:
     if path.suffix == ".xlsx":
         return f"; pandas.read_excel({path.name!r}).to_parquet({path.with_suffix('.parquet').name!r}) makes one"
     if path.suffix == ".zip":
-        return f"; unpack it first, such as by unzip {path.name}"
+        return f"; unpack it first, for example by unzip {path.name}"
     if path.is_dir():
         if (path / "dataset_dict.json").is_file():
             return f"; it has the splits that save_to_disk of datasets wrote: name one, such as {path / 'train'}"
-        return "; HubData reads a directory laid out like a data set of the hub"
+        return "; HubData reads a directory with the layout of a hub data set"
     return ""
 
 
@@ -253,7 +266,7 @@ def _cells(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 )
             yield reader.line_num, dict(zip(names, cells, strict=True))
     except (csv.Error, UnicodeDecodeError) as error:
-        raise Refusal(f"{path}, line {reader.line_num}: not readable as CSV ({error}); save it as UTF-8") from error
+        raise Refusal(f"{path}, line {reader.line_num}: not valid CSV ({error}); save it as UTF-8") from error
 
 
 def _is_list(path: Path) -> bool:
@@ -275,7 +288,7 @@ def _listed(path: Path) -> list[Any]:
 
 def _check_record(record: Any, place: str) -> None:
     if _deeper(record, _DEEPEST):
-        raise Refusal(f"{place}: lists or objects are nested more than {_DEEPEST} deep; flatten the record")
+        raise Refusal(f"{place}: {_TOO_DEEP}")
     if not isinstance(record, dict):
         raise Refusal(f"{place}: expected a JSON object, got {type(record).__name__}")
 
@@ -292,9 +305,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 raise Refusal(f"{path}: the file is UTF-16; save it as UTF-8") from error
             raise Refusal(f"{place}: not valid JSON ({error}); each line holds one object") from error
         except RecursionError as error:
-            raise Refusal(
-                f"{place}: lists or objects are nested more than {_DEEPEST} deep; flatten the record"
-            ) from error
+            raise Refusal(f"{place}: {_TOO_DEEP}") from error
         _check_record(record, place)
         yield Row(place, record, line.strip(), f"{path.absolute()}#{number}")
 
@@ -303,12 +314,11 @@ def _deeper(value: Any, deepest: int) -> bool:
     """Return True if lists or objects are nested more than `deepest` levels deep."""
     level = [value]
     for _ in range(deepest):
-        level = [inner for outer in level if isinstance(outer, dict | list) for inner in _inside(outer)]
+        groups = [
+            outer.values() if isinstance(outer, dict) else outer for outer in level if isinstance(outer, dict | list)
+        ]
+        level = [inner for group in groups for inner in group]
     return any(isinstance(inner, dict | list) for inner in level)
-
-
-def _inside(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return outer.values() if isinstance(outer, dict) else outer
 
 
 def _read_table(path: Path) -> Iterator[Row]:
@@ -333,7 +343,7 @@ def record_at(path: str, number: int) -> Mapping[str, Any]:
         return _numbered(path, state.st_mtime_ns, state.st_size, state.st_ino)(number - 1)
     except (FileNotFoundError, IndexError) as error:
         raise Refusal(
-            f"{path}: record {number} is not there any more; the file has changed, so read it again"
+            f"{path}: there is no record {number} any more; the file has changed, so read the data again"
         ) from error
 
 

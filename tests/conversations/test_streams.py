@@ -79,13 +79,13 @@ def reply_of(name, form, draw):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_stream_says_what_the_whole_reply_says(name):
+def test_a_stream_equals_the_whole_reply(name):
     check_replies(name, REPLIES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_stream_says_what_the_whole_reply_says_at_length(name):
+def test_a_stream_equals_the_whole_reply_at_length(name):
     check_replies(name, MORE_REPLIES)
 
 
@@ -111,7 +111,7 @@ def check_replies(name, count):
     assert known > 5 * count  # what nobody would wait for is said before the end
 
 
-def test_a_call_without_words_holds_back_what_follows():
+def test_a_call_without_text_holds_back_later_text():
     form = formats()["gpt-oss"]
     text = "<|channel|>commentary to=functions.note<|message|><|end|><|start|>assistant<|channel|>final<|message|>So."
     tokens = form.tokenizer.encode(text, add_special_tokens=False)
@@ -123,7 +123,7 @@ def test_a_call_without_words_holds_back_what_follows():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("text", ["\n", "<", " a\n"], ids=["lines", "tags", "words"])
-def test_an_event_costs_what_it_adds(name, text):
+def test_the_time_of_an_event_depends_on_its_tokens(name, text):
     form = formats()[name]
     stream = ReplyStream(form, TOOLS, "", STOPS)
     tokens = form.tokenizer.encode(text, add_special_tokens=False)

@@ -22,7 +22,7 @@ def read(record):
 
 
 @pytest.mark.parametrize("split", ["train", "evaluation"])
-def test_answers_are_what_the_text_alone_says(split):
+def test_answers_are_in_the_text(split):
     """A text has one thing of each kind, at any place of it."""
     places = []
     for record in haystack(split, 100, 0, tokens=200):
@@ -39,7 +39,7 @@ def test_answers_are_what_the_text_alone_says(split):
     assert min(places) < 20 and max(places) > 180
 
 
-def test_a_share_of_the_solutions_stops_early_and_lengths_are_as_asked():
+def test_a_share_of_the_solutions_stops_early_and_lengths_are_exact():
     records = haystack("train", 400, 0, tokens=256, shortest=16)
     early = sum(len(record["solution"].split()) == 2 for record in records)
     assert 0.5 < early / len(records) < 0.7
@@ -49,7 +49,7 @@ def test_a_share_of_the_solutions_stops_early_and_lengths_are_as_asked():
     assert sum(length < 64 for length in lengths) / len(lengths) == pytest.approx(0.5, abs=0.1), "by their logarithm"
 
 
-def test_without_its_text_an_answer_is_right_by_chance_alone():
+def test_without_the_text_an_answer_is_right_by_chance():
     """One thing of a question in four is that of the text."""
     right = Counter()
     for record in haystack("train", 300, 0, tokens=40, there=False):
@@ -65,7 +65,7 @@ def test_splits_and_seeds_differ_and_repeat():
     assert all(one[0]["prompt"] != other[0]["prompt"] for other in others)
 
 
-def test_a_cold_start_reads_data_of_its_own_and_shorter_prompts():
+def test_a_cold_start_reads_separate_data_with_shorter_prompts():
     config = load("grpo_haystack")
     config = replace(
         config,
