@@ -179,4 +179,4 @@ def _with_placeholders(text: str, *, images: Sequence[Image], reader: ImageReade
         raise EnvironmentFailure(
             "wrong-type", f"the chat template writes {found} of the {len(images)} images of these messages"
         )
-    return expanded(text.replace(MARK, reader.placeholders.shown), images, reader, place=place)
+    return expanded(text.replace(MARK, reader.placeholders.enclosed), images, reader, place=place)

@@ -20,7 +20,7 @@ def marked(prompt: str | Messages, images: int, *, place: str) -> str | Messages
     if found == images:
         return prompt
     if found:
-        raise Refusal(f"{place}: the prompt has {found} times {MARK} and the record {images} images; give one for each")
+        raise Refusal(f"{place}: the prompt has {found} times {MARK} for {images} images; write it once for each image")
     if isinstance(prompt, str):
         return MARK * images + prompt
     first = next((n for n, message in enumerate(prompt) if message["role"] == "user"), 0)
@@ -35,7 +35,7 @@ def referred(sources: Sequence[Hashable], reader: ImageReader | None, *, place: 
       Refusal: An image is damaged, or there is no reader of images.
     """
     if sources and reader is None:
-        raise Refusal(f"{place}: it has images, and the model reads text alone; give it a vision tower (vision=...)")
+        raise Refusal(f"{place}: there are images, and the model reads only text; add a vision tower (vision=...)")
     return tuple(reader.refer(source, place=place) for source in sources) if reader else ()
 
 

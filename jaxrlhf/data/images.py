@@ -44,13 +44,13 @@ class Placeholders:
 
     Attributes:
       mark: Text that chat templates write once for each image; begin and end tokens may surround it.
-      shown: Mark with begin and end tokens, for chat templates that take no images.
+      enclosed: Mark with begin and end tokens, for chat templates that take no images.
       expanded: Function from the number of features to the text that replaces `mark` before tokenization.
       token: Token id that stands for one feature.
     """
 
     mark: str
-    shown: str
+    enclosed: str
     expanded: Callable[[int], str]
     token: int
 

@@ -28,7 +28,7 @@ class EpisodeReader(Protocol):
     """Protocol for reading the records that episodes start from."""
 
     def tools(self, record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """Return the schemas of the tools that the policy is shown with a record's prompt."""
+        """Return the schemas of the tools in the prompt of a record."""
 
     def demonstrated(
         self, solution: Messages, tools: Sequence[Mapping[str, Any]], *, place: str
@@ -213,7 +213,7 @@ class Tokenized:
         if self._as_text and self._control.first_in(texts_of(answer)) is not None:
             raise Refusal(
                 f"{example.place}: the answer is messages and spells out a control token, which cannot be kept as "
-                'text there; leave the record out, or set data.control_tokens="parse"'
+                'text; leave the record out, or set data.control_tokens="parse"'
             )
         segments = self._chats.answer(_chat(example.prompt), answer, place=example.place)
         texts = [segment.text for segment in segments]
@@ -258,19 +258,17 @@ class Tokenized:
             raise Refusal(f"{place}: the tokenizer's chat template refuses this prompt: {reason_of(error)}") from error
 
     def _tools(self, example: SourceRecord) -> Sequence[Mapping[str, Any]]:
-        """Return the schemas of the tools that the policy is shown with a prompt."""
+        """Return the schemas of the tools in the prompt of a record, and check that the prompt's end allows a reply."""
         last = _chat(example.prompt)[-1]
         if last.get("role") == "assistant" and last.get("tool_calls"):
-            raise Refusal(
-                f"{example.place}: the prompt ends with calls of tools; add the messages of the tools that answer them"
-            )
+            raise Refusal(f"{example.place}: the prompt ends with calls of tools; add tool messages with their answers")
         if self._episodes is None:
             written = not isinstance(example.record, bytes) or b'"tools"' in example.record
             return tool_schemas(restored(example.record).get("tools")) if written else ()
         if last.get("role") == "assistant":
             raise Refusal(
-                f"{example.place}: the prompt ends with words of the assistant, and an episode opens the assistant's "
-                "turn itself; end the prompt with a message of the user"
+                f"{example.place}: the prompt ends with an assistant message, and an episode opens the assistant's "
+                "turn itself; end the prompt with a user message"
             )
         return self._episodes.tools(restored(example.record))
 
@@ -278,7 +276,7 @@ class Tokenized:
         """Return the record with placeholders of its images in the prompt, for templates that know no images."""
         if not example.images or self._reader is None:
             return example
-        placeholder = self._reader.placeholders.shown
+        placeholder = self._reader.placeholders.enclosed
         return example._replace(prompt=with_texts(example.prompt, lambda text: text.replace(MARK, placeholder)))
 
     def _encode_rendered(
@@ -328,8 +326,8 @@ def _check_utf8(text: str, place: str) -> None:
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise Refusal(
-            f"{place}: a text holds {half!r}, half of a surrogate pair, which cannot be encoded; write the "
-            "whole character or leave it out"
+            f"{place}: a text contains {half!r}, half of a surrogate pair, which cannot be encoded; write the "
+            "whole character, or remove the half"
         ) from error
 
 

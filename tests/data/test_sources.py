@@ -261,9 +261,9 @@ def test_nothing_fits(load, tmp_path):
         (
             "a.jsonl",
             '{"prompt": "x \\ud83d", "answer": "1"}\n',
-            r"line 1: a text holds '\\ud83d', half of a surrogate pair",
+            r"line 1: a text contains '\\ud83d', half of a surrogate pair",
         ),
-        ("a.jsonl", '{"prompt": "x", "answer": "\\ude00"}\n', r"line 1: a text holds '\\ude00', half of a surrogate"),
+        ("a.jsonl", '{"prompt": "x", "answer": "\\ude00"}\n', r"line 1: a text contains '\\ude00', half of a"),
         ("a.jsonl", '{"prompt": 5}\n', "line 1: 'prompt' must be a text or a list of messages, got 5"),
         ("a.jsonl", '{"prompt": ""}\n', "line 1: 'prompt' must be a text"),
         ("a.jsonl", '{"prompt": []}\n', "line 1: 'prompt' must be a text"),

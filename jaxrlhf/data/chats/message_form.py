@@ -59,9 +59,11 @@ class MessageForm:
     @cached_property
     def _call_form(self) -> Any:
         """Function that converts arguments to the form in which the template shows them; None if no call is shown."""
-        pairs = ((tools, form) for tools in _TOOLS for form in (as_object, _as_json))
-        shown = (form for tools, form in pairs if self._shows([_calling(_with_arguments(_call(PROBE), form))], tools))
-        return next(shown, None)
+        for tools in _TOOLS:
+            for form in (as_object, _as_json):
+                if self._shows([_calling(_with_arguments(_call(PROBE), form))], tools):
+                    return form
+        return None
 
     def _shows(self, messages: list[Any], tools: list[Any] | None) -> bool:
         """Return True if the template renders messages after a user's, and the text contains `PROBE`."""

@@ -174,12 +174,12 @@ def without_prompt(messages: list[Any], prompt: Any, place: str, key: str) -> li
       Refusal: The messages begin with another prompt.
     """
     read = read_messages(messages, place, key)
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if not read or (read[0]["role"] == "assistant" and asked[0]["role"] != "assistant"):
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if not read or (read[0]["role"] == "assistant" and turns[0]["role"] != "assistant"):
         return messages
-    beginning, given = ([(one["role"], one["content"]) for one in some] for some in (read[: len(asked)], asked))
+    beginning, given = ([(one["role"], one["content"]) for one in some] for some in (read[: len(turns)], turns))
     if beginning == given:
-        return messages[len(asked) :]
+        return messages[len(turns) :]
     raise Refusal(
         f"{place}: the messages before the answer in {key!r} differ from the prompt; give the answer alone, or the "
         "prompt as the messages before it"

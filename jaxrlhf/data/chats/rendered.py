@@ -25,7 +25,7 @@ class Segment(NamedTuple):
     """Part of an answer as the template renders it.
 
     Attributes:
-      imitated: True if the assistant says it; only such segments are imitated in training.
+      imitated: True for text of the assistant; only such segments are imitated in training.
     """
 
     text: str
@@ -77,8 +77,8 @@ class RenderedChats:
     def answer(self, prompt: Chat, answer: str | Chat, tools: Schemas = (), *, place: str) -> list[Segment]:
         """Render an answer after the prompt, split into segments; the last segment ends with an end-of-turn token.
 
-        Each message of the assistant is learned as the template writes it when it is the last message. Where the
-        template writes earlier messages in another way, they are learned as they stand in the whole chat.
+        Each message of the assistant is learned as the template writes it when it is the last message. If the template
+        writes earlier messages differently, they are learned as written in the whole chat.
 
         Raises:
           Refusal: The template rejects the messages, drops a part of an answer, or renders the prompt differently.
@@ -99,8 +99,8 @@ class RenderedChats:
         turns = [n for n in range(len(prompt), len(chat)) if chat[n]["role"] == "assistant"]
         if any(_continued(chat[:n]) for n in turns):
             raise Refusal(
-                f"{place}: a message of the answer follows words of the assistant, and would be another turn; join "
-                "messages of the assistant, and give the answer as a text if the prompt ends with the assistant's words"
+                f"{place}: an assistant message of the answer follows another assistant message; join the two, and "
+                "give the answer as a text if the prompt ends with an assistant message"
             )
         opened = [self._prompt(chat[:n], tools) for n in turns]
         segments: list[Segment] = []
@@ -129,34 +129,36 @@ class RenderedChats:
         if not lost:
             begins = f"opens {opens[0]!r} in it" if opens else f"opens it with {opened[-20:]!r}"
             raise Refusal(
-                f"{place}: the chat template writes an answer in another place than where it opens the assistant's "
-                f"turn, and {begins}, so the answer would be learned there; give the answer with its thinking, "
+                f"{place}: the chat template does not write an answer after the text that opens the assistant's turn, "
+                f"and {begins}, so the answer would be learned there; give the answer with its thinking, "
                 "'...</think>...', or change the template"
             )
         raise Refusal(
-            f"{place}: the tokenizer's chat template leaves out {lost} of an answer; take that out of the record, or a "
-            "tokenizer whose template writes it"
+            f"{place}: the tokenizer's chat template leaves out {lost} of an answer; remove that part from the record, "
+            "or use a tokenizer whose template writes it"
         )
 
     def _earlier(
         self, message: Mapping[str, Any], tools: Schemas, last: str, opened: str, later: str, place: str
     ) -> str:
-        """Return a message as the template writes it in `later`, where others follow; `last` is its form as the last.
+        """Return a message as the template writes it in `later`, where more messages follow.
 
-        The forms may differ by the empty thinking at the beginning, which Qwen3's template leaves out of earlier turns.
+        Args:
+          last: Text of the message as the last one. The texts may differ by the empty thinking at the beginning, which
+            Qwen3's template leaves out of earlier turns.
         """
         text, end, _ = later.removeprefix(opened).partition(self._end)
         lost = _lost(message, tools, opened, text)
         if later.startswith(opened) and end and last.endswith(text + end) and not lost:
             return text + end
         raise Refusal(
-            f"{place}: the chat template writes an earlier turn of the assistant in another way once more messages "
-            f"follow{f', without {lost}' if lost else ''}, so what is learned would not be what the policy sees there; "
-            "make each answer a record of its own, with the earlier turns in its prompt"
+            f"{place}: the chat template writes an earlier turn of the assistant differently if messages follow"
+            f"{f', without {lost}' if lost else ''}, so the policy would learn another text than it sees later; write "
+            "one record for each answer, with the earlier turns in the prompt"
         )
 
     def _turn_after(self, opened: str, whole: str) -> str | None:
-        """Return the turn after `opened` up to its end, EOS if it has none; None if the text begins with another."""
+        """Return the turn after `opened`, with EOS if it has no end; None if the text does not begin with `opened`."""
         if not whole.startswith(opened):
             return None
         text = whole[len(opened) :]
