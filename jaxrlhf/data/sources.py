@@ -43,7 +43,7 @@ from jaxrlhf.data.records import Messages, PairPart, Row, SourceRecord, Stored, 
 from jaxrlhf.data.shapes import shape_records
 from jaxrlhf.data.table.cache import cache_folder_of, new_folder
 from jaxrlhf.data.table.problem_table import ProblemTable
-from jaxrlhf.data.tokenized import EpisodeReader, Tokenized, TokenLimits, nothing_fits, with_system_prompt
+from jaxrlhf.data.tokenized import EpisodeReader, Tokenized, TokenLimits, with_system_prompt
 
 _FACTS = "split.json"
 _CHUNK = 4096
@@ -168,9 +168,9 @@ def _tokenized(sources: Sequence[_SourceReading], split: Split, tokenized: Token
         tokenized.begin(source.name, as_text=getattr(source.data, "control_tokens", "parse") == "text")
         while chunk := list(islice(examples, _CHUNK)):
             tokenized.add(chunk)
-    total, kept = len(tokenized.lengths[0]), len(tokenized.table)
+    total, kept = tokenized.records, len(tokenized.table)
     if total and not kept:
-        raise Refusal(nothing_fits(tokenized.lengths, split, tokenized.limits))
+        raise tokenized.nothing_fits(split)
     return Loaded(tokenized.table, total - kept, total + len(malformed), malformed, tokenized.spelled)
 
 

@@ -1,6 +1,6 @@
 """Tokenization of the problems of a split: prompts in the chat template, solutions, and token limits."""
 
-from array import array
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate, chain
@@ -58,7 +58,7 @@ class Tokenized:
 
     Attributes:
       table: Problems within the limits.
-      lengths: Number of tokens of each record's prompt, and of its longest answer; lower bounds for truncated texts.
+      records: Number of records.
       spelled: Place of each record that spells out a control token, with the token.
 
     Args:
@@ -82,9 +82,10 @@ class Tokenized:
             )
         self._reader, self._episodes = reader, episodes
         self.table = ProblemTable(folder)
-        self.lengths = array("l"), array("l")
+        self.records = 0
+        self._shortest, self._longest = [sys.maxsize] * 2, [0, 0]  # tokens of prompts, and of longest answers
         self.spelled: list[str] = []
-        self._tokenizer, self.limits, self._as_text = tokenizer, limits, False
+        self._tokenizer, self._limits, self._as_text = tokenizer, limits, False
         self._control = ControlTokens(tokenizer)
         self._chats = None if tokenizer.chat_template is None else RenderedChats(tokenizer, self._control)
         self._token_letters = max(map(len, tokenizer.get_vocab()))
@@ -116,9 +117,9 @@ class Tokenized:
             for_people.append(self._control.unmarked(named) if marked[n] else named)
             prompts[n] = expanded(prompts[n], images[n], self._reader, place=example.place)
         if self._chats is None:
-            prompt_ids = self._encode(prompts, self.limits.prompt, add_special=True)
+            prompt_ids = self._encode(prompts, self._limits.prompt, add_special=True)
         else:
-            prompt_ids = self._encode_rendered(prompts, examples, marked, self.limits.prompt)
+            prompt_ids = self._encode_rendered(prompts, examples, marked, self._limits.prompt)
         answers = iter(self._answers([(text, example) for example in examples for text in example.text_answers]))
         steps = self._encoded_steps(examples)
         for n, example in enumerate(examples):
@@ -143,7 +144,7 @@ class Tokenized:
         Args:
           answers: Token ids of the `text_answers`.
         """
-        number = len(self.lengths[0])
+        number, self.records = self.records, self.records + 1
         solution: Sequence[int] = ()
         rejected: Sequence[int] = ()
         mask: Sequence[bool] = ()
@@ -157,9 +158,8 @@ class Tokenized:
         if example.steps is not None:
             solution = [*chain.from_iterable(steps)]
         lengths = len(prompt_ids), max(map(len, (solution, rejected, *answers)))
-        for column, length in zip(self.lengths, lengths, strict=True):
-            column.append(length)
-        if any(most is not None and length > most for length, most in zip(lengths, self.limits, strict=True)):
+        self._shortest, self._longest = [*map(min, self._shortest, lengths)], [*map(max, self._longest, lengths)]
+        if any(most is not None and length > most for length, most in zip(lengths, self._limits, strict=True)):
             return
         if self._reader is not None:
             images = placed(prompt_ids, images, self._reader.placeholders.token, place=example.place)
@@ -178,23 +178,33 @@ class Tokenized:
             steps=example.steps and (accumulate(map(len, steps)), example.steps.labels),
         )
 
+    def nothing_fits(self, split: Split) -> Refusal:
+        """Return the error of a split without a record within the limits."""
+        prompts, answers = (f"{least} to {most}" for least, most in zip(self._shortest, self._longest, strict=True))
+        message = f"all {self.records} {split} problems are over the token limits: "
+        message += f"rollout.max_prompt_tokens={self._limits.prompt}, prompts have {prompts}"
+        if self._limits.answer is not None:
+            message += f"; rollout.max_response_tokens leaves {self._limits.answer} to a solution, "
+            message += f"solutions have {answers}"
+        return Refusal(f"{message}; raise the limit until the longest fits, to keep all")
+
     def _answers(self, answers: Sequence[tuple[str, SourceRecord]]) -> list[list[int]]:
         """Return the token ids of text answers as the chat template renders them, including the end of the turn."""
         texts = [text for text, _ in answers]
         if self._chats is None:
             eos = cast(int, self._tokenizer.eos_token_id)
-            return [[*ids, eos] for ids in self._encode(texts, self.limits.answer)]
+            return [[*ids, eos] for ids in self._encode(texts, self._limits.answer)]
         marked = [self._as_text and self._control.first_in([text]) is not None for text in texts]
         for n, (text, example) in enumerate(answers):
             text = self._control.mark(text, place=example.place) if marked[n] else text
             texts[n] = self._chats.answer(_chat(example.prompt), text, place=example.place)[0].text
-        return self._encode_rendered(texts, [example for _, example in answers], marked, self.limits.answer)
+        return self._encode_rendered(texts, [example for _, example in answers], marked, self._limits.answer)
 
     def _encoded_steps(self, examples: Sequence[SourceRecord]) -> list[list[list[int]]]:
         """Return the token ids of each record's steps, each followed by its separator; both are encoded separately."""
         records = [example.steps for example in examples]
         texts = [text for one in records if one for step in one.steps for text in (step, one.separator)]
-        ids = iter(self._encode(texts, self.limits.answer))
+        ids = iter(self._encode(texts, self._limits.answer))
         return [[[*next(ids), *next(ids)] for _ in one.steps] if one else [] for one in records]
 
     def _demonstrated(self, example: SourceRecord, solution: Messages) -> tuple[Sequence[int], Sequence[bool]]:
@@ -339,13 +349,3 @@ def _plain_text(example: SourceRecord) -> str:
         'give prompts as text, or set "chat_template" in its tokenizer_config.json, or use a GGUF file that has a '
         "template"
     )
-
-
-def nothing_fits(lengths: tuple[array[int], array[int]], split: Split, limits: TokenLimits) -> str:
-    """Return the error message for a split without a record within the limits."""
-    prompts, answers = (f"{min(column)} to {max(column)}" for column in lengths)
-    message = f"all {len(lengths[0])} {split} problems are over the token limits: "
-    message += f"rollout.max_prompt_tokens={limits.prompt}, prompts have {prompts}"
-    if limits.answer is not None:
-        message += f"; rollout.max_response_tokens leaves {limits.answer} to a solution, solutions have {answers}"
-    return f"{message}; raise the limit until the longest fits, to keep all"

@@ -1,4 +1,4 @@
-"""Chat templates and tokenizers that no conversation can be held with, and transformers' own parsing of replies."""
+"""Chat templates and tokenizers that conversations refuse, and response templates of transformers."""
 
 import pytest
 from chat_families import FAMILIES, TEMPLATES, small_tokenizer

@@ -1,4 +1,4 @@
-"""A conversation over the embedded tokenizer: what is sampled, what is inserted, what is trained."""
+"""Conversations with the embedded tokenizer: sampled, inserted and trained tokens."""
 
 import threading
 
@@ -106,7 +106,7 @@ def test_given_prompt_tokens_are_used(chat):
 
 
 def test_threads_that_write_chats_at_once_do_not_change_each_others_tokens():
-    """A message that spells a control token is encoded in another way than one that does not."""
+    """Messages that spell control tokens are encoded differently from other messages."""
     form = ChatFormat(embedded_tokenizer())
     chats = [[{"role": "user", "content": text * 40}] for text in ("Tom <|assistant|> has ", "Tom has 12 ")]
     expected, found = [form.prompt(chat) for chat in chats], [set(), set()]

@@ -1,4 +1,4 @@
-"""Replies that were misread in the field, and others of their kinds: reasoning, content and calls by hand."""
+"""Replies that were parsed wrongly in use, and similar ones: reasoning, content and calls written by hand."""
 
 from functools import cache
 

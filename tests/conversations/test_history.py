@@ -1,4 +1,4 @@
-"""Histories of episodes that were wrong in the field: calls that cannot be made, empty thinking, ids of calls."""
+"""Histories of episodes that were wrong in use: malformed calls, empty thinking, ids of calls."""
 
 import pytest
 from chat_families import small_tokenizer

@@ -1,4 +1,4 @@
-"""A stream says what the whole reply says: for every family, at every grouping of tokens, whatever is drawn."""
+"""Streamed replies equal whole replies: for every family, grouping of tokens and sampled reply."""
 
 import random
 import time
@@ -42,7 +42,7 @@ NAMES = [*FAMILIES, *(f"form {name}" for name in FORMS), "embedded"]
 
 
 def groups(tokens, draw, most):
-    """The tokens in groups of random lengths."""
+    """Split tokens into groups of random lengths."""
     at = 0
     while at < len(tokens):
         size = draw.randint(1, most)
@@ -51,7 +51,7 @@ def groups(tokens, draw, most):
 
 
 def streamed(form, tokens, tools, opening, stops, stop, parts):
-    """Reasoning and content that a stream says, in all."""
+    """Return all reasoning and content of a stream."""
     stream = ReplyStream(form, tools, opening, stops)
     said = {"reasoning": "", "content": ""}
     made = [stream.add(part) for part in parts]
@@ -63,7 +63,7 @@ def streamed(form, tokens, tools, opening, stops, stop, parts):
 
 
 def reply_of(name, form, draw):
-    """Tokens of a reply: pieces of all families' forms, calls of its own, and some tokens at random."""
+    """Sample a reply: pieces of all families' forms, calls of the family, and random tokens."""
     family = name.removeprefix("form ")
     own = [FORMS[family].write([("note", arguments(draw))])] if family in FORMS else []
     own += [FAMILIES[family].call] if family in FAMILIES else []
@@ -90,7 +90,7 @@ def test_a_stream_equals_the_whole_reply_at_length(name):
 
 
 def check_replies(name, count):
-    """Compare what streams say of random replies with what the whole replies are parsed to."""
+    """Compare streams of random replies with the parsed whole replies."""
     form, draw = formats()[name], random.Random(name)
     known = 0
     for _ in range(count):
@@ -144,7 +144,7 @@ ADD = {
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "glm 4.5", "deepseek v3", "gemma 4"])
 def test_a_call_in_reasoning_that_has_no_end_is_not_made(name):
-    """The policy thinks of a call there, and has not said so; the reply has neither calls nor an answer."""
+    """The call is part of the reasoning, so the reply has neither calls nor content."""
     form, call = formats()[name], FAMILIES[name].call
     begin, end = ("<|channel>thought\n", "<channel|>") if name == "gemma 4" else ("<think>\n", "\n</think>\n\n")
     for opening, text in (("", begin + "I add. " + call), (begin, "I add. " + call), (begin, call)):

@@ -1,4 +1,4 @@
-"""Conversations over published chat templates: every token that was drawn stays, and what is between is the template's.
+"""Conversations with published chat templates: sampled tokens stay, and the template's tokens are between them.
 
 Expected texts are written by hand from the families' published forms; whole chats come from transformers.
 """
@@ -59,7 +59,7 @@ BETWEEN = {
     ),
     "mistral": ('[TOOL_RESULTS]{"content": "3", "call_id": "call00000"}[/TOOL_RESULTS]', "[INST]Well?[/INST]"),
 }
-"""Text after the end of a turn that called, and after one that did not."""
+"""Text after the end of a turn with a call, and of a turn without one."""
 
 OPENS_THOUGHT = {"qwen3.5", "deepseek v3"}
 NAMES = sorted(FAMILIES)

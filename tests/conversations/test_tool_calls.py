@@ -1,4 +1,4 @@
-"""Replies with tool calls in each family's form: read as they were meant, and never an exception."""
+"""Replies with tool calls in each family's form: parsed correctly, and without exceptions."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from jaxrlhf.episode import MalformedCall, Reply, ToolCall
 
 TOOLS = [NOTE, NOW]
 GOOD, BAD, ANY = 40, 8, 30
-"""Replies that are drawn of each form, of each fault in it, and of any tokens: more than 100 of a family."""
+"""Number of sampled replies of each form, each fault and random tokens: more than 100 for a family."""
 
 
 @cache

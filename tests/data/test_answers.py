@@ -1,4 +1,4 @@
-"""Answers that are learned: as each family's chat template writes them, up to the token that ends the turn."""
+"""Tokens of learned answers: as the chat template of each family writes them, up to the end of the turn."""
 
 import json
 
@@ -23,7 +23,7 @@ LEARNED = {
     "lfm2": "Hello<|im_end|>",
     "mistral": "Hello</s>",
 }
-"""Text that is learned of `Hello`, written by hand from the families' published forms."""
+"""Learned text of the answer `Hello`, written by hand from the published form of each family."""
 
 
 def load(tmp_path, tokenizer, record, **settings):

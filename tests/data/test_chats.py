@@ -1,4 +1,4 @@
-"""Messages of records: what of an answer is learned, what a prompt ends with, and calls, against TRL and the server."""
+"""Messages of records: learned parts of answers, ends of prompts, and calls, compared with TRL and the server."""
 
 import pytest
 from chat_families import FAMILIES, tokenizer_of
@@ -24,10 +24,10 @@ from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 
 SEEN_BY_ALL = ("qwen2.5", "qwen3", "qwen3.5", "llama 3.1", "gemma 4", "glm 4.5", "gpt-oss", "lfm2", "mistral")
-"""Families whose templates write calls behind the opened turn of the assistant."""
+"""Families whose templates write calls after the opening of the assistant's turn."""
 
 SILENT = ("llama 3.1", "mistral")
-"""Families whose templates drop words beside calls."""
+"""Families whose templates drop the words of a message with calls."""
 
 
 def of_trl(tokenizer, prompt, completion):
@@ -91,7 +91,7 @@ def test_a_solution_that_the_template_shortens_is_refused(refused, tmp_path, fam
     ],
 )
 def test_a_completion_of_several_messages_is_one_solution(tmp_path, family, completion, learned):
-    """All of it stands behind the prompt, as in TRL; what the assistant says is imitated, its ends of turns too."""
+    """All messages follow the prompt, as in TRL; the assistant's messages and their ends of turn are imitated."""
     tokenizer = tokenizer_of(family)
     text, parts = solution(tokenizer, tmp_path / "a.jsonl", prompt=[SKY], completion=completion)
     assert text == of_trl(tokenizer, [SKY], completion).rstrip()

@@ -1,4 +1,4 @@
-"""Files as people bring them: narrow floats, times, kinds of JSON, folders and cards, as `datasets` reads them."""
+"""Forms of data files: narrow floats, times, JSON, folders and cards, compared with `datasets`."""
 
 import bz2
 import gzip

@@ -1,4 +1,4 @@
-"""Texts with a thing of each kind among many words: their answers are there, and nowhere else."""
+"""Haystacks, texts with one thing of each kind among many words: only the text has the answer."""
 
 import re
 import sys
@@ -16,14 +16,14 @@ from jaxrlhf.trainer.phase import load_data
 
 
 def read(record):
-    """The text's words, and the people of the question."""
+    """Return the words of the text, and the people of the question."""
     text, _, question = record["prompt"].partition(". ")
     return text.split(), re.findall(r"[A-Z]\w+", question)
 
 
 @pytest.mark.parametrize("split", ["train", "evaluation"])
 def test_answers_are_in_the_text(split):
-    """A text has one thing of each kind, at any place of it."""
+    """A text has one thing of each kind, at any position."""
     places = []
     for record in haystack(split, 100, 0, tokens=200):
         words, asked = read(record)
@@ -50,7 +50,7 @@ def test_a_share_of_the_solutions_stops_early_and_lengths_are_exact():
 
 
 def test_without_the_text_an_answer_is_right_by_chance():
-    """One thing of a question in four is that of the text."""
+    """One answer in four is right."""
     right = Counter()
     for record in haystack("train", 300, 0, tokens=40, there=False):
         words, _ = read(record)

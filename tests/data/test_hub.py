@@ -1,4 +1,4 @@
-"""Data sets of the hub, by name: which files a split is, what is downloaded, and what is said when nothing comes."""
+"""Data sets of the hub: the files of a split, downloads, and errors."""
 
 import itertools
 import json
@@ -238,7 +238,7 @@ configs:
     path: data/test-*
 ---
 """
-"""Card as of trl-lib/math_shepherd and trl-lib/prm800k, whose files are Parquet of these columns."""
+"""Card in the form of trl-lib/math_shepherd and trl-lib/prm800k, whose files are Parquet with these columns."""
 
 
 def test_labelled_steps_of_the_hub(hub, tmp_path):

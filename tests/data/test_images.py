@@ -46,7 +46,7 @@ def jsonl(path, *records):
 
 
 def test_an_image_has_the_same_pixels_from_every_place(seeing, tmp_path):
-    """As geometry3k has it in parquet, as a file and as a data URL."""
+    """In parquet as in geometry3k, in a file, and in a data URL."""
     (tmp_path / "one.png").write_bytes(png())
     rows = [{"images": [{"bytes": png(), "path": None}], "problem": "<image>Find x.", "answer": "3"}]
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")

@@ -1,4 +1,4 @@
-"""Large files are tokenised once and mapped into memory; what changes them, or what they become, is noticed."""
+"""Cache of large files: tokenized once, memory-mapped, and tokenized again if files or settings change."""
 
 import gzip
 import os
@@ -132,7 +132,7 @@ def test_a_misspelled_file_name_is_refused_with_a_suggestion(refused, tmp_path):
 
 
 def test_column_values_are_restored_and_pickles_that_run_code_are_refused(tmp_path):
-    """A parquet file has values that JSON has not; what is kept of them may have been changed by others."""
+    """Parquet has values that JSON does not have; somebody may have changed the cached pickles."""
     zone = ZoneInfo("Europe/Berlin")
     record = {
         "when": datetime(2026, 11, 28, 1, 2, 3, 4, zone),

@@ -1,4 +1,4 @@
-"""The loader: full batches, every problem once an epoch, resumable to the very batch."""
+"""The loader: full batches, every problem once in an epoch, resumable at the exact batch."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Several sources side by side: what a step draws of each, what of them is used, and who scores it."""
+"""Mixtures of sources: problems of a step, selection, and rewards."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ def problems(count):
 
 
 def mixed(per_step=10, **settings) -> Loader:
-    """60 problems of weight 3 and 40 of weight 1."""
+    """Return a loader of 60 problems of weight 3 and 40 of weight 1."""
     parts = [Part(np.arange(60), 3.0, "a"), Part(np.arange(60, 100), 1.0, "b")]
     return Loader(problems(100), per_step=per_step, seed=3, parts=parts, **settings)
 
@@ -167,7 +167,7 @@ def test_the_order_of_an_epoch_may_be_the_given_one():
 
 
 def test_the_last_problems_of_a_given_order_are_used():
-    """Six in batches of four: the two that are left over come with the first two of the next epoch."""
+    """With six problems in batches of four, the last two share a batch with the first two of the next epoch."""
     saved = None
     for batch in [[5, 3, 1, 0], [4, 2, 5, 3], [1, 0, 4, 2]] * 2:  # each by a run that was resumed
         part = Part(np.array([5, 3, 1, 0, 4, 2]))
@@ -179,7 +179,7 @@ def test_the_last_problems_of_a_given_order_are_used():
 
 
 def test_new_weights_count_from_the_resume_on():
-    """The new weights set the shares of later batches; earlier shares are not made up for."""
+    """The new weights set the shares of later batches; earlier shares are not compensated."""
     parts = [Part(np.arange(60), 1.0, "a"), Part(np.arange(60, 100), 1.0, "b")]
     before = Loader(problems(100), per_step=8, seed=3, parts=parts)
     ids(before, 30)

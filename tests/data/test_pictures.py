@@ -1,4 +1,4 @@
-"""Pictures as policies see them: upright, on white, in eight bits, from each place that a record may name."""
+"""Pixels of images: upright, on white, 8 bits per color, from each place that a record may name."""
 
 import base64
 import contextlib

@@ -1,4 +1,4 @@
-"""From files to tokenised problems, and what is said when a file is wrong."""
+"""Loading of files to tokenized problems, and errors of wrong files."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def tokenizer():
 
 @pytest.fixture
 def plain_tokenizer():
-    """One without a chat template."""
+    """Tokenizer without a chat template."""
     tokenizer = embedded_tokenizer()
     tokenizer.chat_template = None
     return tokenizer

@@ -1,4 +1,4 @@
-"""The embedded tokenizer, and what is refused when another one is loaded."""
+"""The embedded tokenizer, and errors of other tokenizers."""
 
 import json
 import re
@@ -185,7 +185,7 @@ def test_the_text_of_tokens_keeps_its_spaces(tmp_path, make, clean):
 
 
 def test_a_class_with_other_ids_for_runs_of_spaces_is_refused(tmp_path):
-    """Words and digits have the same ids, and runs of line breaks and tabs have not."""
+    """Words and digits have the same ids; runs of line breaks and tabs have other ids."""
     pieces = {letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = [("Ċ", "Ċ"), ("ĉ", "ĉ")]
     kept = Tokenizer(

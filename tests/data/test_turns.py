@@ -1,4 +1,4 @@
-"""Answers of several turns, learned after what the policy sees there, and prompts that lose no message or tool."""
+"""Answers of several turns, learned after the text that the policy sees, and prompts with all messages and tools."""
 
 import json
 import re
@@ -34,7 +34,7 @@ REFUSED = {
     "qwen3.5": {"turns", "reasoning in turns"},
     "gpt-oss": {"turns", "reasoning in turns"},  # its end of an earlier turn is not what the policy writes
 }
-"""Chats that the templates drop parts of, or write in another way once more messages follow."""
+"""Chats of which the template drops a part, or that it writes differently if messages follow."""
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -163,13 +163,13 @@ def test_tools_that_a_template_does_not_show_are_refused(tmp_path):
 
 CONTROL = re.compile(r"<[|｜][^<>|｜ ]{2,40}[|｜]>|<(?:end_of_turn|start_of_turn)>|<turn\|>|<\|turn>|\[/?INST\]")
 UNSHOWN = ("idefics3", "llava_next", "smolvlm")
-"""Templates that show texts in parts alone."""
+"""Templates that show texts only in parts."""
 OPENS = (
     "deepseek_r1_distill",
     "deepseekv3",
     *(f"nemotron_3_{name}" for name in ("5_lightning", "nano", "super", "ultra")),
 )
-"""Templates that open thinking in the prompt, and write an answer without thinking elsewhere."""
+"""Templates that open thinking in the prompt, and write an answer without thinking in another place."""
 
 
 @pytest.mark.parametrize(

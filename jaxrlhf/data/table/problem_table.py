@@ -15,8 +15,8 @@ from jaxrlhf.data.table import column_values
 from jaxrlhf.data.table.columns import Bytes, TokenLists
 
 _COLUMNS = ("prompt_tokens", "solutions", "rejected", "fields")
-_FIELDS = ("prompt_id", "prompt", "answer", "record", "solution_mask", "messages", "further_solutions", "pair", "steps")
-"""Fields of a problem without its tokens, pickled together in the column `fields`."""
+_FIELDS = ("prompt_id", "prompt", "answer", "record", "solution_mask", "messages", "further", "pair", "steps")
+"""Fields of a problem without its tokens, pickled together in the column `fields`; the last four are JSON texts."""
 _FACTS = "table.json"
 
 
@@ -70,7 +70,7 @@ class ProblemTable(Sequence[Problem]):
         images: tuple[Image, ...] = (),
         solution_mask: Iterable[bool] = (),
         messages: Sequence[Mapping[str, Any]] = (),
-        further: Iterable[Iterable[int]] = (),
+        further: Sequence[Sequence[int]] = (),
         pair: tuple[Iterable[int], float, tuple[bool, bool] | None] | None = None,
         steps: tuple[Iterable[int], Iterable[bool]] | None = None,
     ) -> None:
@@ -86,10 +86,9 @@ class ProblemTable(Sequence[Problem]):
         self._solutions.append(solution_tokens)
         if pair is not None:
             self._rejected.append(pair[0])
-        fields = (
-            *(prompt_id, prompt, answer, record, tuple(map(bool, solution_mask)), messages),
-            *(tuple(map(tuple, further)), pair and pair[1:], steps and tuple(map(tuple, steps))),
-        )
+        lists = messages, further, pair and pair[1:], steps and [[*part] for part in steps]
+        texts = (json.dumps(value) if value else "" for value in lists)
+        fields = prompt_id, prompt, answer, record, bytes(solution_mask), *texts
         self._columns["fields"].append(column_values.dumps(fields))
 
     def prompt(self, n: int) -> str:
@@ -98,7 +97,7 @@ class ProblemTable(Sequence[Problem]):
 
     def question(self, n: int) -> str:
         """Return the texts of the prompt of problem n, without chat template and roles."""
-        return "\n".join(message["content"] for message in self._fields(n)["messages"])
+        return "\n".join(message["content"] for message in json.loads(self._fields(n)["messages"] or "[]"))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -122,20 +121,18 @@ class ProblemTable(Sequence[Problem]):
         digest = hashlib.blake2b(digest_size=16)
         for tokens in (self.prompt_tokens, self._solutions, self._rejected):
             tokens.feed(digest.update)
-        pairs: list[str] = []
-        steps: list[bytes] = []
-        further: list[bytes] = []
+        texts: dict[str, list[str]] = {"pair": [], "steps": [], "further": []}
         for fields in map(self._fields, range(len(self))):
             digest.update(repr(fields["answer"]).encode())
             record = fields["record"]
             digest.update(record if isinstance(record, bytes) else repr(record).encode())
-            pairs += [repr(fields["pair"])] if fields["pair"] else []
-            steps += [json.dumps(fields["steps"]).encode()] if fields["steps"] else []
-            further.append(json.dumps(fields["further_solutions"]).encode() if fields["further_solutions"] else b"")
+            for name, values in texts.items():
+                values.append(fields[name])
+        pairs = (repr(_pair(text)) for text in texts["pair"] if text)
         digest.update(f"[{', '.join(pairs)}]".encode())
-        for values in (steps, further):
+        for values in (texts["steps"], texts["further"]):
             if any(values):
-                digest.update(b"".join(values))
+                digest.update("".join(values).encode())
                 digest.update(np.cumsum([0, *map(len, values)], dtype=np.int64).data)
         if any(name for _, name in self._sources):
             digest.update(repr(self._sources).encode())
@@ -168,14 +165,24 @@ class ProblemTable(Sequence[Problem]):
         fields = self._fields(n)
         pair, steps = fields.pop("pair"), fields.pop("steps")
         fields |= {
+            "solution_mask": tuple(map(bool, fields["solution_mask"])),
+            "messages": json.loads(fields["messages"] or "[]") or (),
+            "further_solutions": tuple(map(tuple, json.loads(fields.pop("further") or "[]"))),
             "prompt_tokens": self.prompt_tokens[n],
             "solution_tokens": self._solutions[n],
             "record": restored(fields["record"]),
             "images": self._images.get(n, ()),
             "source": next((name for start, name in reversed(self._sources) if start <= n), ""),
         }
-        if steps is not None:
-            return LabelledSteps(**fields, step_ends=steps[0], step_labels=steps[1])
-        if pair is None:
+        if steps:
+            ends, labels = map(tuple, json.loads(steps))
+            return LabelledSteps(**fields, step_ends=ends, step_labels=labels)
+        if not pair:
             return Problem(**fields)
-        return Pair(**fields, rejected_tokens=self._rejected[n], margin=pair[0], safe=pair[1])
+        margin, safe = _pair(pair)
+        return Pair(**fields, rejected_tokens=self._rejected[n], margin=margin, safe=safe)
+
+
+def _pair(text: str) -> tuple[float, tuple[bool, bool] | None]:
+    margin, safe = json.loads(text)
+    return margin, safe and (safe[0], safe[1])
