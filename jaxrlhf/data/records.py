@@ -205,13 +205,17 @@ def read_rows(path: str | Path) -> Iterator[Row]:
         close = get_close_matches(path.name, [one.name for one in path.parent.glob("*.*")], n=1)
         hint = f"; did you mean {path.with_name(close[0])}?" if close else f" (relative to {Path.cwd()})"
         raise Refusal(f"{path}: no such file{hint}")
-    empty = True
-    read = _read_table if path.suffix in TABLES else _read_csv if _delimiter(path.name) else _read_json
-    for row in read(path):
-        empty = False
+    row: Row | None = None
+    for row in _rows(path):
         yield row
-    if empty:
+    if row is None:
         raise Refusal(f"{path}: the file holds no records")
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    if path.suffix in TABLES:
+        return _read_table(path)
+    return _read_csv(path) if _delimiter(path.name) else _read_json(path)
 
 
 def _advice(path: Path) -> str:
@@ -232,7 +236,11 @@ def _read_json(path: Path) -> Iterator[Row]:
     if not _is_list(path):
         yield from _read_jsonl(path)
         return
-    for number, record in enumerate(_listed(path), start=1):
+    try:
+        records: list[Any] = json.loads(b"".join(lines_of(path)))
+    except (ValueError, RecursionError) as error:
+        raise Refusal(f"{path}: not valid JSON ({error}); expected a list of objects, or one object a line") from error
+    for number, record in enumerate(records, start=1):
         place = f"{path}, record {number}"
         _check_record(record, place)
         yield Row(place, record, json.dumps(record).encode(), f"{path.absolute()}#{number}")
@@ -246,12 +254,6 @@ def _delimiter(name: str) -> str | None:
 
 def _read_csv(path: Path) -> Iterator[Row]:
     """Yield the rows of a CSV file, whose first line names the columns; cells are texts."""
-    for number, (line, record) in enumerate(_cells(path), start=1):
-        yield Row(f"{path}, line {line}", record, json.dumps(record).encode(), f"{path.absolute()}#{number}")
-
-
-def _cells(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the last line's number and the cells of each row."""
     csv.field_size_limit(2**31 - 1)
     lines = (line.decode() for line in lines_of(path))
     reader = csv.reader(lines, delimiter=_delimiter(path.name) or ",", strict=True)
@@ -259,12 +261,12 @@ def _cells(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         names = [name.removeprefix("\ufeff") for name in next(reader, [])]
         if len({*names, ""}) <= len(names):
             raise Refusal(f"{path}: the first line must name each column once, got {names!r:.80}")
-        for cells in filter(None, reader):
+        for number, cells in enumerate(filter(None, reader), start=1):
+            place = f"{path}, line {reader.line_num}"
             if len(cells) != len(names):
-                raise Refusal(
-                    f"{path}, line {reader.line_num}: {len(cells)} cells, and the first line names {names!r:.80}"
-                )
-            yield reader.line_num, dict(zip(names, cells, strict=True))
+                raise Refusal(f"{place}: {len(cells)} cells, and the first line names {names!r:.80}")
+            record = dict(zip(names, cells, strict=True))
+            yield Row(place, record, json.dumps(record).encode(), f"{path.absolute()}#{number}")
     except (csv.Error, UnicodeDecodeError) as error:
         raise Refusal(f"{path}, line {reader.line_num}: not valid CSV ({error}); save it as UTF-8") from error
 
@@ -276,14 +278,6 @@ def _is_list(path: Path) -> bool:
     lines = (line.removeprefix(codecs.BOM_UTF8).strip() for line in lines_of(path))
     first = next((line for line in lines if line), b"")
     return first.startswith(b"[")
-
-
-def _listed(path: Path) -> list[Any]:
-    try:
-        found: list[Any] = json.loads(b"".join(lines_of(path)))
-    except (ValueError, RecursionError) as error:
-        raise Refusal(f"{path}: not valid JSON ({error}); expected a list of objects, or one object a line") from error
-    return found
 
 
 def _check_record(record: Any, place: str) -> None:
@@ -312,13 +306,10 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 
 def _deeper(value: Any, deepest: int) -> bool:
     """Return True if lists or objects are nested more than `deepest` levels deep."""
-    level = [value]
-    for _ in range(deepest):
-        groups = [
-            outer.values() if isinstance(outer, dict) else outer for outer in level if isinstance(outer, dict | list)
-        ]
-        level = [inner for group in groups for inner in group]
-    return any(isinstance(inner, dict | list) for inner in level)
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return deepest == 0 or any(_deeper(one, deepest - 1) for one in inner)
 
 
 def _read_table(path: Path) -> Iterator[Row]:
@@ -340,8 +331,8 @@ def record_at(path: str, number: int) -> Mapping[str, Any]:
     """Return record `number` (of JSON lines: line `number`), counted from 1, of a file that was read before."""
     try:
         state = os.stat(path)
-        return _numbered(path, state.st_mtime_ns, state.st_size, state.st_ino)(number - 1)
-    except (FileNotFoundError, IndexError) as error:
+        return _numbered(path, state.st_mtime_ns, state.st_size, state.st_ino)(number)
+    except (FileNotFoundError, LookupError) as error:
         raise Refusal(
             f"{path}: there is no record {number} any more; the file has changed, so read the data again"
         ) from error
@@ -349,16 +340,12 @@ def record_at(path: str, number: int) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=4)
 def _numbered(path: str, *_: int) -> Callable[[int], Mapping[str, Any]]:
-    """Return a function from index to record, parsed on demand; other arguments are the file's state, as cache key."""
+    """Return a function from number to record, parsed on demand; other arguments are the file's state, as cache key."""
     if Path(path).suffix in TABLES:
         import pyarrow
 
         with opened(Path(path)) as (schema, batches):
             table = whole_microseconds(pyarrow.Table.from_batches(batches, schema))
-        return lambda index: dict(table.slice(index, 1).to_pylist()[0])
-    if _delimiter(path):
-        return [record for _, record in _cells(Path(path))].__getitem__
-    if _is_list(Path(path)):
-        return _listed(Path(path)).__getitem__
-    lines = [*lines_of(Path(path))]
-    return lambda index: dict(json.loads(lines[index]))
+        return lambda number: dict(table.slice(number - 1, 1).to_pylist()[0])
+    stored = {int(row.source.rpartition("#")[2]): row.stored for row in _rows(Path(path))}
+    return lambda number: restored(stored[number])
