@@ -102,7 +102,7 @@ def test_downloaded_files_are_read_without_the_hub(hub, monkeypatch):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (HubData("us/none"), "no data set of that name"),
+        (HubData("us/none"), "no public data set of that name"),
         (HubData(NAME), "has the subsets plain, other; set data"),
         (HubData(NAME, subset="no"), "got 'no'"),
         (
