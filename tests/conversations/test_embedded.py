@@ -94,7 +94,7 @@ def test_a_truncated_turn_is_closed_by_a_token_that_is_not_trained(chat, tokeniz
     [row] = conversation.sequences()
     assert tokenizer.decode(row.tokens).endswith("so it is<|eos|><|user|>Go on.<|assistant|>")
     assert sum(row.mask) == len(drawn)
-    with pytest.raises(ValueError, match="was cut"):
+    with pytest.raises(ValueError, match="was truncated"):
         ended = Conversation(chat, ASKED)
         say(ended, "so", ended=False)
         ended.observe([{"role": "user", "content": "Go on."}])
