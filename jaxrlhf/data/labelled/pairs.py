@@ -108,7 +108,7 @@ def _pair(row: Row, data: PairFields) -> SourceRecord:
         chosen, rejected = texts = [_text(row, key) for key in (data.chosen_key, data.rejected_key)]
         prompt = _prompt(row, data)
         if prompt is None:
-            prompt, chosen, rejected = _split(row, *texts, data)
+            prompt, chosen, rejected = _split(row, texts, data)
     empty = [name for name, answer in zip(_ANSWERS, (chosen, rejected), strict=True) if not _has_content(answer)]
     if empty:
         raise Refusal(f"{row.place}: the {' and the '.join(empty)} answer is empty")
@@ -183,8 +183,9 @@ def _safe(row: Row, data: PairFields) -> tuple[bool, bool] | None:
     return chosen, rejected
 
 
-def _split(row: Row, chosen: str, rejected: str, data: PairFields) -> tuple[str | Messages, str, str]:
-    """Return the prompt that both texts begin with, and the rest of each text."""
+def _split(row: Row, texts: list[str], data: PairFields) -> tuple[str | Messages, str, str]:
+    """Return the prompt that both answers begin with, and the rest of each answer."""
+    chosen, rejected = texts
     if data.prompt_key is None and not (_TURN.match(chosen) and _TURN.match(rejected)):
         return _split_texts(row, chosen, rejected)
     try:
