@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.conversations.rendering import ChatTemplate
-from jaxrlhf.data.control_tokens import common_prefix
+from jaxrlhf.data.control_tokens import prefix_of_both
 from jaxrlhf.episode import EnvironmentFailure, Message, ToolSchema
 
 LAST_WORD, REASONING, SYSTEM, ANSWER = "wq7vend", "wq7vthought", "wq7vsystem", "wq7vanswer"
@@ -132,13 +132,13 @@ class SyntheticChat:
         """Return the text that the template writes by default before a chat without a system message."""
         first = self._text([_user(LAST_WORD)]).split(LAST_WORD)[0]
         header = self.following([_user(ANSWER)], ()).split(ANSWER)[0]
-        text = first[: len(first) - len(common_prefix(first[::-1], header[::-1]))]
+        text = first[: len(first) - len(prefix_of_both(first[::-1], header[::-1]))]
         return text if any(map(str.isalpha, self._template.special.without(text))) else ""
 
     def opening(self) -> str:
         """Return the text that opens a reply; empty if the end of a user's turn does so."""
         opened, closed = (self._text([_user("?")], open_reply=value) for value in (True, False))
-        return opened[len(common_prefix(opened, closed)) :]
+        return opened[len(prefix_of_both(opened, closed)) :]
 
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, open_reply: bool = False) -> str:
         """Render the messages as text; empty if the template rejects them."""

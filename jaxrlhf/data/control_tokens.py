@@ -30,7 +30,7 @@ def tokenizer_of_text(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizer
     return copy
 
 
-def common_prefix(one: str, other: str) -> str:
+def prefix_of_both(one: str, other: str) -> str:
     """Return the longest text with which both texts begin."""
     same = (a == b for a, b in zip(one, other, strict=False))
     return one[: sum(takewhile(bool, same))]
@@ -77,7 +77,7 @@ class ControlTokens:
           last: Text after the last reply of a chat.
           followed: Text after the reply if a message follows.
         """
-        return [*self.found_in(common_prefix(last, followed))] or [*self.found_in(last)][:1]
+        return [*self.found_in(prefix_of_both(last, followed))] or [*self.found_in(last)][:1]
 
     def without(self, text: str) -> str:
         """Return the text without the control tokens that it spells out."""

@@ -79,7 +79,7 @@ class ServedModel:
         if (found := self._forms.get(key)) is not None:
             return found
         for name in variables:
-            if name in _OWN_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", self.form.template.source):
+            if name in _OWN_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", self.form.template.form.source):
                 raise unsupported(
                     f"the chat template of {self.name} has no variable {name!r} to set; leave it out", name
                 )

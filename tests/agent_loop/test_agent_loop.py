@@ -317,7 +317,9 @@ def test_tools_that_cannot_be_right_fail_their_episode_alone(loop, engine, monke
 
 def test_a_rewritten_history_that_is_too_long_is_no_row(loop, engine, monkeypatch):
     def rewrites(conversation, _):
-        conversation._streams.append(replace(conversation._streams[0], tokens=[7] * (PROMPT + RESPONSE + 1), drawn=[]))
+        conversation._streams.append(
+            replace(conversation._streams[0], tokens=[7] * (PROMPT + RESPONSE + 1), sampled=[])
+        )
 
     monkeypatch.setattr(ChatFormat, "keeps", lambda *_, **__: False)
     monkeypatch.setattr(Conversation, "_follow", rewrites)

@@ -11,7 +11,7 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.config.sources import PairFields
 from jaxrlhf.data.arithmetic import OPERATORS, Split, stable_hash
 from jaxrlhf.data.chats.messages import check_no_images, read_answer, read_messages, read_prompt, without_prompt
-from jaxrlhf.data.control_tokens import common_prefix
+from jaxrlhf.data.control_tokens import prefix_of_both
 from jaxrlhf.data.records import Messages, PairPart, Row, SourceRecord
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -201,7 +201,7 @@ def _split(row: Row, texts: list[str], data: PairFields) -> tuple[str | Messages
 
 def _split_texts(row: Row, chosen: str, rejected: str) -> tuple[str, str, str]:
     """Return the words that both texts begin with, and the rest of each text, from the space before it on."""
-    found = re.match(r"(?s)(.*\S)\s", common_prefix(chosen, rejected))
+    found = re.match(r"(?s)(.*\S)\s", prefix_of_both(chosen, rejected))
     if found is None:
         raise Refusal(
             f"{row.place}: with prompt_key=None the prompt is the words that chosen and rejected begin with, and they "
