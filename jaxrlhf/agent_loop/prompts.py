@@ -1,7 +1,7 @@
 """Prompts and demonstrations of episodes: the tools that prompts show, and the tokens of multi-turn solutions."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +10,7 @@ from jaxrlhf.config import AnyEnvironment, Refusal, Tools
 from jaxrlhf.config.environments import choice, choices
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.template_facts import check_template
+from jaxrlhf.data.chats.rendered import RenderedChats
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.episode import EnvironmentFailure, Message, ToolSchema
 
@@ -25,6 +26,7 @@ class EpisodePrompts:
 
     def __init__(self, environment: AnyEnvironment, tokenizer: PreTrainedTokenizerBase) -> None:
         self._environment, self._format = environment, ChatFormat(tokenizer)
+        self._chats = RenderedChats(tokenizer, self._format.template.special)
         self._tools = tools_shown(environment)
         for tools in self._tools:
             check_template(self._format, tools)
@@ -34,18 +36,17 @@ class EpisodePrompts:
         return self._tools[choice(self._environment, record)]
 
     def demonstrated(
-        self, prompt: Sequence[Message], solution: Sequence[Message], tools: Sequence[ToolSchema]
+        self, solution: Sequence[Message], tools: Sequence[ToolSchema], *, place: str
     ) -> tuple[list[int], list[bool]]:
         """Return the token ids of a multi-turn solution after the prompt, and the mask of the policy's tokens.
 
+        Args:
+          solution: Messages that begin and end with the assistant's.
+          place: Origin of the solution, for error messages.
+
         Raises:
-          Refusal: The solution does not start and end with an assistant message, or the chat template cannot render it.
+          Refusal: The chat template cannot render the solution.
         """
-        if not solution or solution[0].get("role") != "assistant" or solution[-1].get("role") != "assistant":
-            raise Refusal(
-                "a multi-turn solution must start and end with an assistant message, got the roles "
-                f"{[message.get('role') for message in solution]}"
-            )
         ids: list[int] = []
         mask: list[bool] = []
         messages: list[Message] = []
@@ -53,43 +54,21 @@ class EpisodePrompts:
             if message["role"] != "assistant":
                 messages.append(message)
                 continue
-            if ids:
-                with _refused():
-                    between = self._format.delta(messages, tools, ended_by=ids[-1])
-                ids, mask, messages = [*ids, *between], [*mask, *[False] * len(between)], []
-            reply = self._reply_tokens(message, tools)
-            ids, mask = [*ids, *reply], [*mask, *[True] * len(reply)]
+            try:
+                between = self._format.delta(messages, tools, ended_by=ids[-1]) if ids else ()
+                [given] = self._format.template_messages([message])
+            except EnvironmentFailure as error:
+                raise Refusal(f"{place}: the chat template cannot render a demonstration: {error.detail}") from error
+            [turn] = self._chats.answer([_QUESTION], [given], tools, place=place)
+            reply = self._format.template.encode(turn.text, marked=False)
+            if reply[-1] not in self._format.stop_tokens:
+                raise Refusal(
+                    f"{place}: the tokenizer's chat template does not end the assistant's turn, so a reply cannot end; "
+                    "use another chat template"
+                )
+            ids, mask = [*ids, *between, *reply], [*mask, *[False] * len(between), *[True] * len(reply)]
+            messages = []
         return ids, mask
-
-    def _reply_tokens(self, message: Message, tools: Sequence[ToolSchema]) -> Sequence[int]:
-        """Return the tokens that the policy would sample to write a message, including its end-of-turn token."""
-        template = self._format.template
-        with _refused():
-            [rendered] = self._format.template_messages([message])
-            opened = template.render([_QUESTION], tools, open_reply=True)
-            whole = template.render([_QUESTION, rendered], tools, open_reply=False)
-        if not whole.startswith(opened):
-            raise Refusal(
-                "the tokenizer's chat template renders an assistant message differently from an opened assistant "
-                "turn, so demonstrations cannot be tokenized; use single-turn solutions as text"
-            )
-        ids = template.encode(whole[len(opened) :], marked=False)
-        ends = [place for place, token in enumerate(ids) if token in self._format.stop_tokens]
-        if not ends:
-            raise Refusal(
-                "the tokenizer's chat template does not end the assistant's turn, so a reply cannot end; use another "
-                "chat template"
-            )
-        return ids[: ends[0] + 1]
-
-
-@contextmanager
-def _refused() -> Iterator[None]:
-    """Turn an error of the chat template into a refusal of the demonstration."""
-    try:
-        yield
-    except EnvironmentFailure as error:
-        raise Refusal(f"the chat template cannot render a demonstration: {error.detail}") from error
 
 
 def tools_shown(environment: AnyEnvironment) -> list[Sequence[ToolSchema]]:

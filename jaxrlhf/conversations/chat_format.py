@@ -9,6 +9,7 @@ from jaxrlhf.conversations.rendering import ChatTemplate, text_of
 from jaxrlhf.conversations.reply_parser import ReplyParser
 from jaxrlhf.conversations.reply_stream import ReplyWords
 from jaxrlhf.conversations.synthetic_chat import SyntheticChat
+from jaxrlhf.data.chats.message_form import answers_as_users
 from jaxrlhf.data.images import ImageReader
 from jaxrlhf.episode import EnvironmentFailure, Message, Reply, ToolSchema
 
@@ -41,7 +42,7 @@ class ChatFormat:
         self.synthetic = SyntheticChat(self.template)
         self.end_of_turn = self.synthetic.after_words.token
         self.stop_tokens = self._stop_tokens()
-        self._parser = ReplyParser(tokenizer, self.template.source, self.synthetic.opening())
+        self._parser = ReplyParser(tokenizer, self.template.form.source, self.synthetic.opening())
         self._keeps = {
             (of_tool, reasoning): self.synthetic.keeps(messages, reasoning=reasoning)
             for of_tool, messages in ((False, _USER), (True, self.template_messages(self.synthetic.answers())))
@@ -83,8 +84,8 @@ class ChatFormat:
     ) -> tuple[int, ...]:
         """Return the token ids that follow a sampled reply.
 
-        The ids are an end of turn if the reply has none, the separator after it, the messages, and the opening of the
-        next turn. The time depends on the length of the messages, not of the conversation.
+        The ids are an end of turn if the reply has none, the separator after the turn, the messages, and the opening of
+        the next turn. The time depends on the length of the messages, not of the conversation.
 
         Args:
           ended_by: Last token of the reply if it is a stop token; None if the reply was truncated.
@@ -102,13 +103,13 @@ class ChatFormat:
         if closing.token is None:  # the next header ends the turn: `<|user|>` of GLM
             return ids[1:] if ids[:1] == (ended_by,) else ids
         # Gemma 4 ends a call with the token that opens the answer.
-        opens = next((found.start() for found in self.template.special.found_in(text.lstrip())), None) != 0
-        if ended_by is None or (opens and ended_by != closing.token):
+        first = next(self.template.special.found_in(text.lstrip()), None)
+        if ended_by is None or (ended_by != closing.token and (first is None or first.start() > 0)):
             return (closing.token, *ids)
         return ids
 
     def keeps(self, messages: Sequence[Message], *, reasoning: bool) -> bool:
-        """Return True if the template still renders all text before these messages as it was.
+        """Return True if the template renders all text before these messages as it was before.
 
         Args:
           reasoning: True if the policy has reasoned before.
@@ -150,43 +151,31 @@ class ChatFormat:
     def template_messages(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages in the form that the template takes.
 
-        If the template knows no tools, a tool's answers become a user's message, merged with the user's messages around
-        them. Calls become text of the assistant, as the policy writes them.
+        If the template does not show tool messages, they become user messages, joined with the user messages around
+        them. If it does not show calls, they become text of the assistant, as the policy writes them.
 
         Raises:
-          EnvironmentFailure: The template shows no calls, and the family's form cannot be written as text.
+          EnvironmentFailure: The template shows no calls, and the family's form of calls cannot be written as text.
         """
-        if self.synthetic.tool_role == "tool" and self.synthetic.with_calls:
-            return messages
-        told: list[Message] = []
-        answered = False
-        for message in messages:
-            answer = message.get("role") == "tool" and self.synthetic.tool_role != "tool"
-            merged = answer or (answered and message.get("role") == "user")
-            if merged and told and told[-1].get("role") == "user":
-                told[-1] = {"role": "user", "content": f"{text_of(told[-1])}\n\n{text_of(message)}"}
-            elif answer:
-                told.append({"role": "user", "content": text_of(message)})
-            else:
-                told.append(self._with_calls_as_text(message))
-            answered = answer
-        return told
+        if self.synthetic.tool_role != "tool":
+            messages = answers_as_users(messages)
+        return messages if self.synthetic.with_calls else [self._with_calls_as_text(message) for message in messages]
 
     def _with_calls_as_text(self, message: Message) -> Message:
         calls = message.get("tool_calls")
-        if not calls or self.synthetic.with_calls:
+        if not calls:
             return message
         try:
             text = self._parser.written(calls)
         except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise EnvironmentFailure("wrong-type", f"the calls of a message are no calls: {error}") from error
+            raise EnvironmentFailure("wrong-type", f"the 'tool_calls' of a message are no calls: {error}") from error
         if text is None:
             raise EnvironmentFailure(
                 "wrong-type",
-                f"the chat template shows no calls, and there is no text for calls in the form {self.family}",
+                f"the chat template shows no calls, and calls of the form {self.family} cannot be written as text",
             )
-        said = "\n".join(part for part in (text_of(message), text) if part)
-        return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": said}
+        content = "\n".join(part for part in (text_of(message), text) if part)
+        return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
 
     def _stop_tokens(self) -> frozenset[int]:
         """Return the tokens that end turns in the template, or the headers that follow a turn, and the EOS token."""
@@ -202,12 +191,12 @@ class ChatFormat:
 def _check_shown(messages: Sequence[Message], text: str) -> None:
     """Raise `EnvironmentFailure` if the template drops a system message, as gpt-oss's does after the first one."""
     for place, message in enumerate(messages):
-        said = text_of(message).strip()
-        if message.get("role") == "system" and said not in text:
+        content = text_of(message).strip()
+        if message.get("role") == "system" and content not in text:
             raise EnvironmentFailure(
                 "wrong-type",
-                f"it leaves out the system's message {said[:40]!r} at place {place}; send all that the system says in "
-                "the first message, or as a user's",
+                f"the chat template leaves out the system message {content[:40]!r} at place {place}; send its text in "
+                "the first message, or as a user message",
             )
 
 

@@ -11,7 +11,7 @@ from jaxrlhf.conversations.cutting import cut_to
 from jaxrlhf.conversations.images import SeenTokens, escape_marks, marked, shifted, shown_again, written
 from jaxrlhf.episode import Message, Reply, ToolSchema
 
-DrawnRun = tuple[int, Sequence[float], int, int]
+SampledRun = tuple[int, Sequence[float], int, int]
 """Run of sampled tokens: index of its first token, log-probabilities, number of the turn, version of the weights."""
 
 
@@ -35,14 +35,15 @@ class TokenSequence:
     images: tuple[Image, ...] = ()
 
     @classmethod
-    def of(cls, tokens: Sequence[int], drawn: Iterable[DrawnRun], images: tuple[Image, ...]) -> "TokenSequence":
+    def of(cls, tokens: Sequence[int], sampled: Iterable[SampledRun], images: tuple[Image, ...]) -> "TokenSequence":
         """Build a row in which the sampled runs are trained."""
         count = len(tokens)
         mask, logps, turns, versions = [0] * count, [0.0] * count, [-1] * count, [-1] * count
-        for start, own, turn, version in drawn:
-            run = slice(start, start + len(own))
-            mask[run], logps[run] = [1] * len(own), own
-            turns[run], versions[run] = [turn] * len(own), [version] * len(own)
+        for start, run_logps, turn, version in sampled:
+            length = len(run_logps)
+            run = slice(start, start + length)
+            mask[run], logps[run] = [1] * length, run_logps
+            turns[run], versions[run] = [turn] * length, [version] * length
         return cls(tuple(tokens), tuple(mask), tuple(logps), tuple(turns), tuple(versions), images)
 
 
@@ -52,7 +53,7 @@ class _Stream:
 
     tokens: list[int]
     images: tuple[Image, ...] = ()
-    drawn: list[DrawnRun] = field(default_factory=list)
+    sampled: list[SampledRun] = field(default_factory=list)
 
     def grow(self, tokens: tuple[int, ...], images: tuple[Image, ...]) -> None:
         """Append tokens, and the images among them."""
@@ -125,10 +126,10 @@ class Conversation:
             raise ValueError(f"{len(tokens)} tokens were sampled and {len(logps)} log-probabilities given")
         stream, turn = self._streams[-1], len(self.replies)
         opening = self.format.opening(stream.tokens)
-        stream.drawn.append((len(stream.tokens), [*map(float, logps)], turn, version))
-        drawn = tuple(map(int, tokens))
-        stream.tokens += drawn
-        reply = self.format.parse(drawn, self.tools, opening=opening)
+        stream.sampled.append((len(stream.tokens), [*map(float, logps)], turn, version))
+        ids = tuple(map(int, tokens))
+        stream.tokens += ids
+        reply = self.format.parse(ids, self.tools, opening=opening)
         numbered = tuple(
             replace(call, call_id=call.call_id or f"call{n:05d}") for n, call in enumerate(reply.calls, self._calls)
         )
@@ -142,7 +143,7 @@ class Conversation:
     def observe(self, messages: Sequence[Message], *, most_tokens: int | None = None) -> int:
         """Insert the messages after a reply, up to the opening of the next reply.
 
-        Inserted tokens have mask 0. Texts with too many tokens are truncated, with a notice; messages with images are
+        Inserted tokens have mask 0. Texts with too many tokens are truncated, with a notice. Messages with images are
         not truncated.
 
         Args:
@@ -157,25 +158,25 @@ class Conversation:
           ValueError: There is no reply before the messages, or a truncated reply must end the episode.
         """
         if not self.replies or self.messages[-1].get("role") != "assistant":
-            raise ValueError("messages can be observed after a reply alone")
+            raise ValueError("messages can only be observed after a reply")
         reply = self.replies[-1]
         if not reply.ended and self._cut_turns == "end":
-            raise ValueError('the last reply was cut, which ends an episode of cut_turns="end"')
+            raise ValueError('the last reply was truncated, which ends the episode under cut_turns="end"')
         last = reply.tokens[-1:]
         ended_by = last[0] if last and last[0] in self.format.stop_tokens else None
 
         tokens_of = partial(self.format.delta, tools=self.tools, ended_by=ended_by)
         images: tuple[Image, ...] = ()
-        told, sources = marked(self._addressed(messages))
+        new, sources = marked(self._with_call_ids(messages))
         if sources:
-            inserted, images = written(told, sources, self.format.reader, tokens_of)
+            inserted, images = written(new, sources, self.format.reader, tokens_of)
             inserted = inserted if most_tokens is None or len(inserted) <= most_tokens else ()
         else:
-            told, inserted = cut_to(told, tokens_of, self.format.tokenizer, most_tokens)
+            new, inserted = cut_to(new, tokens_of, self.format.tokenizer, most_tokens)
         if not inserted:
             return 0
-        self.messages += told if sources else escape_marks(told)
-        if self._history == "as_templated" and not self.format.keeps(told, reasoning=self._reasoned):
+        self.messages += new if sources else escape_marks(new)
+        if self._history == "as_templated" and not self.format.keeps(new, reasoning=self._reasoned):
             write = partial(self.format.prompt, self.messages, self.tools)
             self._follow(shown_again((*self.images, *images), self.format.reader, write))
         else:
@@ -184,7 +185,7 @@ class Conversation:
 
     def sequences(self) -> tuple[TokenSequence, ...]:
         """Return the training rows of the episode; every sampled token has mask 1 in one row."""
-        return tuple(TokenSequence.of(stream.tokens, stream.drawn, stream.images) for stream in self._streams)
+        return tuple(TokenSequence.of(stream.tokens, stream.sampled, stream.images) for stream in self._streams)
 
     def _follow(self, templated: SeenTokens) -> None:
         """Continue with the template's tokens of the whole conversation.
@@ -193,26 +194,26 @@ class Conversation:
         compared by their pixels. A sampled token is trained in the sequence in which it was sampled, so the beginning
         of a further sequence is not trained.
         """
-        stream, begun = self._streams[-1], SeenPrompt.of(self.prompt, self.images)
-        if SeenPrompt.of(*templated)[: len(begun)] == begun:
+        stream, prompt = self._streams[-1], SeenPrompt.of(self.prompt, self.images)
+        if SeenPrompt.of(*templated)[: len(prompt)] == prompt:
             stream.tokens, stream.images = list(templated.tokens), templated.images
         else:
             self._streams.append(_Stream(list(templated.tokens), templated.images))
             self._reasoned = False
 
-    def _addressed(self, messages: Sequence[Message]) -> list[Message]:
+    def _with_call_ids(self, messages: Sequence[Message]) -> list[Message]:
         """Add the name and id of its call to each tool's answer; answers without an id are in the order of calls."""
         calls = list(self.replies[-1].calls)
         by_id = {call.call_id: call for call in calls}
-        addressed: list[Message] = []
+        found: list[Message] = []
         for message in messages:
             if message.get("role") != "tool":
-                addressed.append(message)
+                found.append(message)
                 continue
             call = by_id.get(str(message.get("tool_call_id"))) or (calls[0] if calls else None)
             if call in calls:
                 calls.remove(call)
             name, call_id = (call.name, call.call_id) if call else ("tool", "call00000")
             given = {"name": message.get("name") or name, "tool_call_id": message.get("tool_call_id") or call_id}
-            addressed.append({**message, **given})
-        return addressed
+            found.append({**message, **given})
+        return found

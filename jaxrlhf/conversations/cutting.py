@@ -17,7 +17,7 @@ def cut_to(
     tokenizer: PreTrainedTokenizerBase,
     most: int | None,
 ) -> tuple[list[Message], Tokens]:
-    """Truncate the texts of messages at the end, the longest first.
+    """Truncate the texts of messages at the end, the longest texts first.
 
     Args:
       tokens_of: Function from messages to tokens, including all that a template writes around them.
@@ -26,32 +26,31 @@ def cut_to(
     Returns:
       The messages and their tokens; both empty if `most` is less than the template's own tokens.
     """
-    whole = list(messages)
-    tokens = tokens_of(whole)
+    tokens = tokens_of(messages)
     if most is None or len(tokens) <= most:
-        return whole, tokens
+        return [*messages], tokens
     encode = tokenizer_of_text(tokenizer).encode
-    texts = [encode(text_of(message), add_special_tokens=False, split_special_tokens=True) for message in whole]
-    own = len(tokens_of([{**message, "content": ""} for message in whole]))
+    texts = [encode(text_of(message), add_special_tokens=False, split_special_tokens=True) for message in messages]
+    around = len(tokens_of([{**message, "content": ""} for message in messages]))
     for notice in ("... ({left_out} of {all} tokens left out)", "...", ""):
-        room = most - own
-        while room > 0 or (room == 0 and not notice):
-            shares = _shares([len(text) for text in texts], room)
-            cut = [_cut(*one, notice, tokenizer) for one in zip(whole, texts, shares, strict=True)]
+        budget = most - around
+        while budget > 0 or (budget == 0 and not notice):
+            limit = _limit([len(text) for text in texts], budget)
+            cut = [_cut(*one, limit, notice, tokenizer) for one in zip(messages, texts, strict=True)]
             tokens = tokens_of(cut)
             if len(tokens) <= most:
                 return cut, tokens
-            room = max(room - (len(tokens) - most), 0) if room else -1
+            budget = max(budget - (len(tokens) - most), 0) if budget else -1
     return [], ()
 
 
-def _shares(lengths: Sequence[int], room: int) -> list[int]:
-    """Return the tokens that each text may keep: all texts have the same limit, as high as `room` allows."""
+def _limit(lengths: Sequence[int], budget: int) -> int:
+    """Return the largest number of tokens to which each text may be truncated, so that all fit into `budget`."""
     low, high = 0, max(lengths, default=0)
     while low < high:
         limit = (low + high + 1) // 2
-        low, high = (limit, high) if sum(min(n, limit) for n in lengths) <= room else (low, limit - 1)
-    return [min(n, low) for n in lengths]
+        low, high = (limit, high) if sum(min(n, limit) for n in lengths) <= budget else (low, limit - 1)
+    return low
 
 
 def _cut(

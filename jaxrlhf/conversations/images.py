@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
 from jaxrlhf.conversations.rendering import mapped, texts_in
-from jaxrlhf.data.image_prompts import in_place, mark_of, referred
+from jaxrlhf.data.image_prompts import expanded, mark_of, parts_of, referred
 from jaxrlhf.data.images import MARK, ImageReader, check_pixels, placed
 from jaxrlhf.episode import EnvironmentFailure, Message, ShownImage
 
 _MESSAGES = "the messages of an environment"
-
 
 _SPELLED = "\ue002"
 """Character that replaces a `MARK` spelled by a text, in messages that are rendered again."""
@@ -33,14 +32,14 @@ def marked(messages: Sequence[Message]) -> tuple[list[Message], list[Hashable]]:
       EnvironmentFailure: A part is neither a text nor an image, or there are images and a text spells a mark.
     """
     sources: list[Hashable] = []
-    told = [as_text(message, sources) for message in messages]
-    if sources and sum(str(message.get("content")).count(MARK) for message in told) != len(sources):
+    texts = [_as_text(message, sources) for message in messages]
+    if sources and sum(str(message.get("content")).count(MARK) for message in texts) != len(sources):
         raise EnvironmentFailure("wrong-type", f"beside images a text must not spell {MARK}")
-    return told, sources
+    return texts, sources
 
 
 def written(
-    told: Sequence[Message],
+    messages: Sequence[Message],
     sources: Sequence[Hashable],
     reader: ImageReader | None,
     write: Callable[..., tuple[int, ...]],
@@ -57,7 +56,7 @@ def written(
     try:
         if reader is not None:
             check_pixels([url for url in map(str, sources) if url.startswith("data:")], place=_MESSAGES)
-        return shown(referred(sources, reader, place=_MESSAGES), reader, partial(write, told), place=_MESSAGES)
+        return shown(referred(sources, reader, place=_MESSAGES), reader, partial(write, messages), place=_MESSAGES)
     except Refusal as refusal:
         raise EnvironmentFailure("wrong-type", str(refusal)) from refusal
 
@@ -77,7 +76,7 @@ def shown(
     if not images:
         return SeenTokens(write(), ())
     assert reader is not None, "there are references to images"
-    tokens = write(rewritten=partial(_in_place, images=images, reader=reader))
+    tokens = write(rewritten=partial(_with_placeholders, images=images, reader=reader, place=place))
     return SeenTokens(tokens, placed(tokens, images, reader.placeholders.token, place=place))
 
 
@@ -123,8 +122,10 @@ def with_sources(messages: Sequence[Message], images: Sequence[Image]) -> list[d
     """
     if not images:
         return [dict(message) for message in messages]
-    left = iter(images)
-    return [{**message, "content": _parts(message["content"], left)} for message in messages]
+    parts = ({"type": "image_url", "image_url": {"url": image.source}} for image in images)
+    contents = (message["content"] for message in messages)
+    split = [parts_of(content, parts) if MARK in content else content for content in contents]
+    return [{**message, "content": content} for message, content in zip(messages, split, strict=True)]
 
 
 def kept(messages: Sequence[Message]) -> list[Message]:
@@ -147,14 +148,6 @@ def _with_urls(messages: Sequence[Message], change: Callable[[Any], Any]) -> lis
     ]
 
 
-def _parts(text: str, left: Any) -> str | list[dict[str, Any]]:
-    before, *texts = text.split(MARK)
-    parts: list[dict[str, Any]] = [{"type": "text", "text": before}]
-    for rest in texts:
-        parts += [{"type": "image_url", "image_url": {"url": next(left).source}}, {"type": "text", "text": rest}]
-    return [part for part in parts if part.get("text") != ""] if texts else text
-
-
 def for_people(message: Message) -> Message:
     """Return a message as text, with the names of its images."""
     if not isinstance(message.get("content"), list | tuple):
@@ -165,7 +158,7 @@ def for_people(message: Message) -> Message:
     return {**message, "content": "".join(texts)}
 
 
-def as_text(message: Message, sources: list[Hashable]) -> Message:
+def _as_text(message: Message, sources: list[Hashable]) -> Message:
     """Return a message as text with a `MARK` for each image, and append the images' sources to `sources`."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
@@ -183,10 +176,10 @@ def as_text(message: Message, sources: list[Hashable]) -> Message:
     return {**message, "content": text}
 
 
-def _in_place(text: str, *, images: Sequence[Image], reader: ImageReader) -> str:
+def _with_placeholders(text: str, *, images: Sequence[Image], reader: ImageReader, place: str) -> str:
     """Replace the marks in a rendered text by the placeholders of images."""
     if (found := text.count(MARK)) != len(images):
         raise EnvironmentFailure(
             "wrong-type", f"the chat template writes {found} of the {len(images)} images of these messages"
         )
-    return in_place(text, images=images, reader=reader)
+    return expanded(text.replace(MARK, reader.placeholders.enclosed), images, reader, place=place)

@@ -1,12 +1,13 @@
 """Rendering of messages to text and tokens by a chat template; control tokens that messages spell stay text."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.config.refusal import reason_of
+from jaxrlhf.data.chats.message_form import MessageForm
 from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.tokenizer import TEMPLATE_ERRORS, render_chat
 from jaxrlhf.episode import EnvironmentFailure, Message, ToolSchema
@@ -18,7 +19,7 @@ class ChatTemplate:
     """Chat template of a tokenizer.
 
     Attributes:
-      source: Text of the template.
+      form: Form in which the template takes messages.
       control: Special tokens, and other tokens of the vocabulary that the template writes, such as `<tool_call>`.
       special: Special tokens alone.
 
@@ -32,17 +33,14 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any] | None = None) -> None:
         if tokenizer.chat_template is None:
             raise Refusal(
-                "the tokenizer has no chat template, so an episode's messages cannot be made tokens; "
-                'set "chat_template" in its tokenizer_config.json, or take a GGUF file that has a template'
+                "the tokenizer has no chat template, so an episode's messages cannot be tokenized; "
+                'set "chat_template" in its tokenizer_config.json, or use a GGUF file that has a template'
             )
-        self.tokenizer = tokenizer
-        self.source = str(tokenizer.get_chat_template(tools=[{}]))
+        self.tokenizer, self.form = tokenizer, MessageForm(tokenizer)
         self.special = ControlTokens(tokenizer)
         added = (str(token) for token in tokenizer.added_tokens_decoder.values())
-        self.control = ControlTokens(tokenizer, (text for text in added if text in self.source))
+        self.control = ControlTokens(tokenizer, (text for text in added if text in self.form.source))
         self._settings = dict(settings or {})
-        self.arguments_as_text = False
-        """True if the template takes the arguments of calls as JSON text."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, open_reply: bool) -> str:
         """Render messages as text.
@@ -56,16 +54,15 @@ class ChatTemplate:
         try:
             text = render_chat(
                 self.tokenizer,
-                [self._given(message) for message in messages],
+                [self.form.given(message) for message in messages],
                 tools=[dict(_well_formed(tool)) for tool in tools] or None,
                 add_generation_prompt=open_reply,
                 **self._settings,
             )
         except TEMPLATE_ERRORS as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
-            reason = str(error).strip().split("\n")[0]
             raise EnvironmentFailure(
-                "wrong-type", f"the chat template refuses messages of the roles {roles}: {reason}"
+                "wrong-type", f"the chat template refuses messages of the roles {roles}: {reason_of(error)}"
             ) from error
         return str(text)
 
@@ -84,9 +81,9 @@ class ChatTemplate:
 
         An assistant's tags, such as `</think>`, stay tags. Special tokens become text in every role.
         """
-        whole = [_well_formed(message) for message in messages]
-        spelled = any(self.control.first_in(texts_in(message)) is not None for message in whole)
-        return ([self._marked(message) for message in whole] if spelled else whole), spelled
+        given = [_well_formed(message) for message in messages]
+        spelled = any(self.control.first_in(texts_in(message)) is not None for message in given)
+        return ([self._marked(message) for message in given] if spelled else given), spelled
 
     def _marked(self, message: Message) -> Message:
         control = self.special if message.get("role") == "assistant" else self.control
@@ -97,40 +94,11 @@ class ChatTemplate:
             for key, value in message.items()
         }
 
-    def _given(self, message: Message) -> dict[str, Any]:
-        """Return the message in a form that the templates of all model families understand."""
-        given = dict(message)
-        if given.get("content") is None:
-            given["content"] = ""
-        if "reasoning_content" in given and "message.thinking" in self.source:
-            given.setdefault("thinking", given["reasoning_content"])
-        if given.get("tool_calls"):
-            form = _as_json if self.arguments_as_text else as_object
-            given["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": form(call["function"]["arguments"])}}
-                for call in given["tool_calls"]
-            ]
-        return given
-
 
 def text_of(message: Message) -> str:
     """Return the text of a message, joined over its parts."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "\n".join(str(part.get("text", "")) for part in content)
-
-
-def _as_json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def as_object(arguments: Any) -> Any:
-    """Return the arguments of a call as an object; OpenAI's format writes them as JSON text."""
-    if not isinstance(arguments, str):
-        return arguments
-    read = json.loads(arguments or "{}")
-    if not isinstance(read, dict):
-        raise ValueError(f"the arguments of a call are {arguments!r:.40}, and no JSON object")
-    return read
 
 
 def _well_formed(message: Message) -> Message:

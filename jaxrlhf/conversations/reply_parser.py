@@ -6,13 +6,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.conversations.rendering import as_object, mapped
+from jaxrlhf.conversations.rendering import mapped
 from jaxrlhf.conversations.reply_stream import ReplyWords
 from jaxrlhf.conversations.reply_words import MarkedText, ReasoningSplit, ReplyTokens
 from jaxrlhf.conversations.tool_calls import gpt_oss
 from jaxrlhf.conversations.tool_calls.families import family
 from jaxrlhf.conversations.tool_calls.signatures import Signatures
 from jaxrlhf.conversations.tool_calls.written import MARK, CallBlock, Written, WrittenCall, calls_of
+from jaxrlhf.data.chats.message_form import as_object
 from jaxrlhf.episode import MalformedCall, Reply, ToolCall, ToolSchema
 
 _SHOWN_MARK = repr(MARK)[1:-1]
@@ -32,7 +33,7 @@ class ReplyParser:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, usual: str = "") -> None:
         self._tokenizer, self.tokens = tokenizer, ReplyTokens(tokenizer)
-        self._family = family(template, {*self.tokens.own.values()})
+        self._family = family(template, {*self.tokens.added.values()})
         self._usual = usual
         self._by_template = getattr(tokenizer, "response_template", None)
         self._signatures: dict[str, Signatures] = {}
@@ -49,26 +50,26 @@ class ReplyParser:
           ended: True if the last token ends the turn; it is then not part of the reply's text.
           opening: End of the text before the reply.
         """
-        drawn = tokens[:-1] if ended else tokens
+        text_tokens = tokens[:-1] if ended else tokens
         signatures, reasons = self.signatures(tools), False
-        written = self._template_form(drawn, tools, opening) if self._by_template else None
+        written = self._template_form(text_tokens, tools, opening) if self._by_template else None
         if written is None:
-            written, reasons = self._written(drawn, opening, signatures.names)
+            written, reasons = self._written(text_tokens, opening, signatures.names)
         plain = self.tokens.plain
-        content, checked = list[str](), list[ToolCall | MalformedCall]()
+        texts, checked = list[str](), list[ToolCall | MalformedCall]()
         for part in written.parts:
             if isinstance(part, str):
-                content.append(part)
+                texts.append(part)
                 continue
             found = [_checked(call, signatures) for call in part.calls]
             checked += found
-            content += [part.text] if any(isinstance(call, MalformedCall) for call in found) else []
-        said = plain("".join(content))
-        said = said.lstrip("\n") if signatures.names else said
+            texts += [part.text] if any(isinstance(call, MalformedCall) for call in found) else []
+        content = plain("".join(texts))
+        content = content.lstrip("\n") if signatures.names else content
         reasoning = plain(written.reasoning).strip()
         return Reply(
-            text=self.tokens.bytes.text(drawn),
-            content=said.rstrip("\n") if checked else said,
+            text=self.tokens.bytes.text(text_tokens),
+            content=content.rstrip("\n") if checked else content,
             reasoning=reasoning,
             calls=tuple(call for call in checked if isinstance(call, ToolCall)),
             malformed=tuple(call for call in checked if isinstance(call, MalformedCall)),
@@ -108,12 +109,13 @@ class ReplyParser:
     def _written(self, tokens: Sequence[int], opening: str, names: Collection[str]) -> tuple[Written, bool]:
         """Parse a reply in the form of the family; return its parts, and True if it has a block of reasoning."""
         marked, split = MarkedText(self.tokens), ReasoningSplit(self.tokens.tag, opening, self._usual)
-        (thought, rest), (left, last) = split.add(marked.add(tokens) + marked.end()), split.end()
+        parts = split.add(marked.add(tokens) + marked.end()), split.end()
+        reasoning, rest = ("".join(some) for some in zip(*parts, strict=True))
         if names or self._family is gpt_oss:
-            written = self._family.find(rest + last, self.tokens.tag, names)
+            written = self._family.find(rest, self.tokens.tag, names)
         else:
-            written = Written([rest + last])  # without tools nothing is a call
-        written.reasoning = thought + left + written.reasoning
+            written = Written([rest])  # without tools nothing is a call
+        written.reasoning = reasoning + written.reasoning
         return written, split.reasons
 
     def _template_form(self, tokens: Sequence[int], tools: Sequence[ToolSchema], opening: str) -> Written | None:
@@ -137,4 +139,4 @@ def _checked(call: WrittenCall | str, signatures: Signatures) -> ToolCall | Malf
     try:
         return signatures.check(WrittenCall(*mapped(call, lambda text: text.replace(MARK, ""))))
     except (RecursionError, ArithmeticError):
-        return MalformedCall("structure", "a call's values lie too deep in each other, or are too large")
+        return MalformedCall("structure", "a call's values are nested too deep, or are too large")

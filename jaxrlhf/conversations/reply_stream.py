@@ -30,16 +30,16 @@ class ReplyWords:
 
     def add(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Return the reasoning and content that are certain with these tokens."""
-        thought, rest = self._split.add(self._text.add(tokens))
-        said = ""
+        reasoning, rest = self._split.add(self._text.add(tokens))
+        content = ""
         if self._channels is None:
-            said = self._before_calls(rest)
+            content = self._before_calls(rest)
         else:
             for kind, words in self._channels.add(rest):
                 self._called |= kind == "call"
-                thought += words if kind == "reasoning" else ""
-                said += words if kind == "content" and not self._called else ""
-        return self._reasoning.add(self._plain(thought)), self._content.add(self._plain(said))
+                reasoning += words if kind == "reasoning" else ""
+                content += words if kind == "content" and not self._called else ""
+        return self._reasoning.add(self._plain(reasoning)), self._content.add(self._plain(content))
 
     def _before_calls(self, text: str) -> str:
         if self._called or not self._openings:
@@ -80,5 +80,5 @@ class _Ends:
         if not end:
             self._held.append(text)
             return ""
-        said, self._held = "".join(self._held) + text[:end], [text[end:]]
-        return said
+        certain, self._held = "".join(self._held) + text[:end], [text[end:]]
+        return certain

@@ -13,13 +13,18 @@ REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thoug
 
 
 class ReplyTokens:
-    """Conversion of reply tokens to text with a mark before each added token of the vocabulary."""
+    """Conversion of reply tokens to text with a mark before each added token of the vocabulary.
+
+    Attributes:
+      bytes: Bytes of each token.
+      added: Text of each added token, by token id.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.bytes = TokenBytes(tokenizer)
-        self.own = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
-        self._tags = set(self.own.values())
-        self._special = [MARK + text for id, text in self.own.items() if self.bytes.is_special(id)]
+        self.added = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
+        self._tags = set(self.added.values())
+        self._special = [MARK + text for id, text in self.added.items() if self.bytes.is_special(id)]
 
     def tag(self, text: str) -> str:
         """Return a tag as it appears in the text: marked if the tag is one token."""
@@ -45,8 +50,8 @@ class MarkedText:
         """Return the text that is complete with these tokens."""
         parts: list[str] = []
         for token in tokens:
-            if token in self._tokens.own:
-                parts += [self.end(), MARK + self._tokens.own[token]]
+            if token in self._tokens.added:
+                parts += [self.end(), MARK + self._tokens.added[token]]
                 self._first = True
             else:
                 parts.append(self._text.add(self._tokens.bytes.of(token, first=self._first)).replace(MARK, "\ufffd"))
@@ -64,7 +69,7 @@ class ReasoningSplit:
     Reasoning is at the beginning of the reply; the prompt or the reply opens it, and the first closing tag ends it.
     Later tags are ordinary text. If the prompt has closed the reasoning, the reply has none. A closing tag without an
     opening tag ends reasoning if the template opens reasoning in other turns (DeepSeek's does not after a tool's
-    answer). Otherwise it is ordinary text.
+    answer). Otherwise the closing tag is ordinary text.
 
     Attributes:
       reasons: True if the reply has a block of reasoning, even an empty one.
@@ -93,24 +98,24 @@ class ReasoningSplit:
         if self._state in ("begin", "again") and not self._held and not text.strip():
             self._space.append(text)  # set aside, so that no text is scanned twice
             return "", ""
-        self._held += "".join(self._space) + text if self._space else text
+        self._held += "".join(self._space) + text
         self._space = []
         reasoning, rest = "", ""
         if self._state == "begin":
-            begun = self._held.lstrip()
-            found = next((pair for pair in self._pairs if begun.startswith(pair[0])), None)
+            words = self._held.lstrip()
+            found = next((pair for pair in self._pairs if words.startswith(pair[0])), None)
             if found is not None:
                 self._begin("reasoning", found)
-                self._held = begun[len(found[0]) :]
-            elif not any(start.startswith(begun) for start, _ in self._pairs):
+                self._held = words[len(found[0]) :]
+            elif not any(start.startswith(words) for start, _ in self._pairs):
                 self._state = "perhaps" if self._usual else "rest"
         if self._state == "perhaps":
             self._look_for_end()
         if self._state == "again":  # a model may repeat the tag with which the prompt ends
-            begun = self._held.lstrip()
-            if begun.startswith(self._start):
-                self._held, self._state = begun[len(self._start) :], "reasoning"
-            elif not self._start.startswith(begun):
+            words = self._held.lstrip()
+            if words.startswith(self._start):
+                self._held, self._state = words[len(self._start) :], "reasoning"
+            elif not self._start.startswith(words):
                 self._state = "reasoning"
         if self._state == "reasoning":
             reasoning, ended, after = self._held.partition(self._stop)
@@ -128,10 +133,10 @@ class ReasoningSplit:
 
     def end(self) -> tuple[str, str]:
         """Return the remaining reasoning and rest; the token of an incomplete tag is dropped."""
-        left, self._held = "".join((*self._perhaps, *self._space, self._held)), ""
+        text, self._held = "".join((*self._perhaps, *self._space, self._held)), ""
         if self._state in ("again", "reasoning"):
-            return left, ""
-        return "", "" if left.lstrip().startswith(MARK) else left
+            return text, ""
+        return "", "" if text.lstrip().startswith(MARK) else text
 
     def _look_for_end(self) -> None:
         """Hold text back until a closing tag shows that all of it was reasoning; no text is scanned twice."""

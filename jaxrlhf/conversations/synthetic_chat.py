@@ -1,15 +1,15 @@
-"""Short made-up conversation that shows the text which a chat template writes around a reply.
+"""Short made-up conversation, to find the text that a chat template writes around a reply.
 
 The template renders three made-up messages and the new messages, instead of the episode's conversation. So the cost of
 a turn does not grow with the episode, and no word of the policy is rendered.
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.conversations.rendering import ChatTemplate
+from jaxrlhf.data.control_tokens import prefix_of_both
 from jaxrlhf.episode import EnvironmentFailure, Message, ToolSchema
 
 LAST_WORD, REASONING, SYSTEM, ANSWER = "wq7vend", "wq7vthought", "wq7vsystem", "wq7vanswer"
@@ -28,8 +28,6 @@ _TOOL: ToolSchema = {
     },
 }
 _CALL_ID = "call00000"  # nine letters and digits, as Mistral's template requires
-
-
 _SYSTEM: Message = {"role": "system", "content": SYSTEM}
 
 
@@ -63,25 +61,19 @@ class SyntheticChat:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        self.with_system = self.with_calls = self.several_calls = True
+        self.with_system = True
         self.with_system = SYSTEM in self._text([_SYSTEM, _user("?")])
         closing = self._closing(calls=0)
         if closing is None:
             raise Refusal(
-                "the chat template does not show what an assistant said, so no turn of it can be told from the next; "
-                'mend "chat_template" in the tokenizer\'s configuration'
+                "the chat template does not show the assistant's words, so the end of a turn cannot be found; change "
+                '"chat_template" in the tokenizer\'s configuration'
             )
-        self.after_words = self.after_calls = closing
-        for template.arguments_as_text in (False, True):
-            found = self._closing(calls=1)
-            if found is not None:
-                self.after_calls = found
-                break
-        else:
-            self.with_calls = False
+        after_calls = self._closing(calls=1) if template.form.shows_calls else None
+        self.with_calls = after_calls is not None
         self.several_calls = self.with_calls and self._closing(calls=2) is not None
-        answers = self.answers()
-        self.tool_role = "tool" if ANSWER in self._text([*self.before(answers), *answers], [_TOOL]) else "user"
+        self.after_words, self.after_calls = closing, after_calls or closing
+        self.tool_role = "tool" if template.form.shows_answers else "user"
 
     def before(self, messages: Sequence[Message], *, reasoning: str = "Hm.") -> list[Message]:
         """Return the messages before new ones: system, user, and assistant with calls for a tool's answers."""
@@ -119,13 +111,13 @@ class SyntheticChat:
           reasoning: True if the reply has reasoning.
         """
         before = self.before(messages, reasoning=REASONING if reasoning else "")
-        whole = self._text([*before, *messages], [_TOOL])
+        later = self._text([*before, *messages], [_TOOL])
         if reasoning:
-            alone = self._text(before, [_TOOL])
-            kept = alone[: alone.rfind(LAST_WORD) + len(LAST_WORD)]
-            return REASONING in kept and whole.startswith(kept)
+            last = self._text(before, [_TOOL])
+            reply = last[: last.rfind(LAST_WORD) + len(LAST_WORD)]
+            return REASONING in reply and later.startswith(reply)
         opened = self._text(before[:-1], [_TOOL], open_reply=True)
-        return whole.startswith(opened + before[-1]["content"])
+        return later.startswith(opened + before[-1]["content"])
 
     def answers(self) -> list[Message]:
         """Return one message of a tool, in a list."""
@@ -140,13 +132,13 @@ class SyntheticChat:
         """Return the text that the template writes by default before a chat without a system message."""
         first = self._text([_user(LAST_WORD)]).split(LAST_WORD)[0]
         header = self.following([_user(ANSWER)], ()).split(ANSWER)[0]
-        own = first[: len(first) - len(_beginning(first[::-1], header[::-1]))]
-        return own if any(map(str.isalpha, self._template.special.without(own))) else ""
+        text = first[: len(first) - len(prefix_of_both(first[::-1], header[::-1]))]
+        return text if any(map(str.isalpha, self._template.special.without(text))) else ""
 
     def opening(self) -> str:
         """Return the text that opens a reply; empty if the end of a user's turn does so."""
-        open_, shut = (self._text([_user("?")], open_reply=value) for value in (True, False))
-        return open_[len(_beginning(open_, shut)) :]
+        opened, closed = (self._text([_user("?")], open_reply=value) for value in (True, False))
+        return opened[len(prefix_of_both(opened, closed)) :]
 
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, open_reply: bool = False) -> str:
         """Render the messages as text; empty if the template rejects them."""
@@ -160,31 +152,23 @@ class SyntheticChat:
         answers = [_answer("wq7vtool", f"call{n:05d}") for n in range(calls)]
         tools = [_TOOL] * bool(calls)
         before = self._three(answers, "Hm.")
-        *shown, after = self._text(before, tools).split(LAST_WORD)
-        if not shown:
+        *parts, after = self._text(before, tools).split(LAST_WORD)
+        if not parts:
             return None
-        later = self._text([*before, *(answers or [_user("?")])], tools).split(LAST_WORD, len(shown))[-1]
-        # Phi writes a further token at the end of a chat, not of a turn; gpt-oss ends the last turn with another token.
-        both = _beginning(after, later)
-        found = list(self._template.special.found_in(both)) or list(self._template.special.found_in(after))
+        later = self._text([*before, *(answers or [_user("?")])], tools).split(LAST_WORD, len(parts))[-1]
+        found = self._template.special.closing(after, later)
         if not found:
-            return Closing(after, None, 0, len(shown))
+            return Closing(after, None, 0, len(parts))
         end = found[-1]
-        return Closing(after[: end.end()], self._template.special.ids[end[0]], len(found), len(shown))
+        return Closing(after[: end.end()], self._template.special.ids[end[0]], len(found), len(parts))
 
     def _three(self, answered: Sequence[Message], reasoning: str) -> list[Message]:
-        """Return messages of a system, a user and an assistant; the assistant makes the calls that are answered."""
+        """Return a system, a user and an assistant message; the assistant makes the calls that are answered."""
         reply: dict[str, Any] = {"role": "assistant", "content": "" if answered else LAST_WORD}
         reply["reasoning_content"] = reasoning
         if answered:
             reply["tool_calls"] = [_call(answer, last=answer is answered[-1]) for answer in answered]
         return [*([_SYSTEM] if self.with_system else []), _user("?"), reply]
-
-
-def _beginning(one: str, other: str) -> str:
-    """Return the common prefix of two texts."""
-    same = (a == b for a, b in zip(one, other, strict=False))
-    return one[: sum(takewhile(bool, same))]
 
 
 def _user(text: str) -> Message:

@@ -36,12 +36,12 @@ class TemplateFacts:
     def lines(self) -> list[str]:
         """Return the facts as lines of text for people."""
         return [
-            f"a turn ends with {' or '.join(self.stop_tokens)}, and the next opens with {self.opening!r}",
-            f"tool calls are read in the form {self.family}; their answers have the role {self.tool_role}",
+            f"a turn ends with {' or '.join(self.stop_tokens)}, and the next turn opens with {self.opening!r}",
+            f"tool calls are parsed in the form {self.family}; answers of tools have the role {self.tool_role}",
             *(["the template does not show tools: the prompt has to"] if not self.shows_tools else []),
-            *([f"before the first message it writes {self.default_system!r}"] if self.default_system else []),
-            *(["it writes earlier turns in another way later"] if not self.keeps_history else []),
-            *(["it leaves out the reasoning of earlier turns"] if not self.keeps_reasoning else []),
+            *([f"before the first message the template writes {self.default_system!r}"] if self.default_system else []),
+            *(["the template rewrites earlier turns"] if not self.keeps_history else []),
+            *(["the template leaves out the reasoning of earlier turns"] if not self.keeps_reasoning else []),
         ]
 
 
@@ -78,15 +78,15 @@ def check_template(format: ChatFormat, tools: Sequence[ToolSchema]) -> TemplateF
 
 
 def _check_parts(format: ChatFormat, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
-    """Raise `Refusal` if text encoded in parts has other tokens: spelled control tokens could not stay text then."""
+    """Raise `Refusal` if text encoded in parts has other tokens: spelled control tokens then cannot stay text."""
     template = format.template
     text = template.render(
         [*format.synthetic.before(messages), *format.template_messages(messages)], tools, open_reply=True
     )
     if template.encode(text, marked=True) != template.encode(text, marked=False):
         raise Refusal(
-            "this tokenizer encodes text by what stands around it, so control tokens that a tool's answer spells "
-            'cannot be kept as text; take its fast tokenizer without a prefix space ("add_prefix_space": false)'
+            "this tokenizer encodes a text differently inside a longer text, so control tokens that a tool's answer "
+            'spells cannot be kept as text; use its fast tokenizer without a prefix space ("add_prefix_space": false)'
         )
 
 
@@ -96,20 +96,16 @@ def _check_composition(format: ChatFormat, tools: Sequence[ToolSchema]) -> None:
     reply: Message = {"role": "assistant", "content": "One."}
     second: Message = {"role": "user", "content": "Two?"}
     prompt = format.prompt([first], tools)
-    said = format.template.encode("One.", marked=False)
+    words = format.template.encode("One.", marked=False)
     ends = (format.end_of_turn,) if format.end_of_turn is not None else ()
-    parts = (*prompt, *said, *ends, *format.delta([second], tools, ended_by=format.end_of_turn))
+    parts = (*prompt, *words, *ends, *format.delta([second], tools, ended_by=format.end_of_turn))
     whole = format.prompt([first, reply, second], tools)
-
-    def read(tokens: Sequence[int]) -> str:
-        return str(format.tokenizer.decode(list(tokens)))
-
-    if parts != whole:
-        at = next(
-            (n for n, (a, b) in enumerate(zip(parts, whole, strict=False)) if a != b), min(len(parts), len(whole))
-        )
-        raise Refusal(
-            "turn by turn this chat template makes other tokens than at once: after "
-            f"{read(whole[max(at - 8, 0) : at])!r} come {read(parts[at : at + 8])!r} instead of "
-            f'{read(whole[at : at + 8])!r}; mend "chat_template" or the tokenizer'
-        )
+    if parts == whole:
+        return
+    at = next((n for n, (a, b) in enumerate(zip(parts, whole, strict=False)) if a != b), min(len(parts), len(whole)))
+    slices = whole[max(at - 8, 0) : at], parts[at : at + 8], whole[at : at + 8]
+    before, ours, right = (str(format.tokenizer.decode(list(tokens))) for tokens in slices)
+    raise Refusal(
+        "this chat template gives a chat other tokens turn by turn than at once: "
+        f'after {before!r} come {ours!r} instead of {right!r}; change "chat_template" or the tokenizer'
+    )

@@ -64,7 +64,7 @@ LEVELS = {
 class _Dice:
     """Seeded choices that are the same on every machine and Python version.
 
-    Only `random.Random.random` keeps its sequence between Python versions, so every choice is made with it.
+    Only `random.Random.random` keeps its sequence between Python versions, so every choice uses this method.
     """
 
     def __init__(self, seed: int) -> None:
@@ -119,8 +119,8 @@ def arithmetic_records(
         records[record["question"]] = record
         if repeats == _PATIENCE:
             raise Refusal(
-                f"only {len(records)} distinct {split} problems were found at difficulty {difficulty}, "
-                f"{problems} were asked for; ask for fewer or raise the difficulty"
+                f"only {len(records)} distinct {split} problems were found at difficulty {difficulty}, expected "
+                f"{problems}; request fewer problems or raise the difficulty"
             )
     return list(records.values())
 

@@ -1,12 +1,13 @@
-"""Control tokens that a user's text spells out: finds them, and encodes them as text if a data setting says so.
+"""Control tokens spelled out in a user's text: finds them, and encodes them as text if a data setting says so.
 
-A tokenizer turns `<|im_end|>` in a prompt into the token that ends a turn, no matter who wrote it.
+A tokenizer turns `<|im_end|>` in a prompt into the token that ends a turn, no matter who wrote the text.
 """
 
 import re
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from functools import lru_cache
+from itertools import takewhile
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
@@ -27,6 +28,12 @@ def tokenizer_of_text(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizer
     copy = deepcopy(tokenizer)
     copy.encode("a", split_special_tokens=True)
     return copy
+
+
+def prefix_of_both(one: str, other: str) -> str:
+    """Return the longest text with which both texts begin."""
+    same = (a == b for a, b in zip(one, other, strict=False))
+    return one[: sum(takewhile(bool, same))]
 
 
 class ControlTokens:
@@ -59,16 +66,33 @@ class ControlTokens:
         """Find the control tokens that a text spells out, in order."""
         return self._spelled.finditer(text)
 
+    def closing(self, last: str, followed: str) -> list[re.Match[str]]:
+        """Find the control tokens that a chat template writes after a reply to end its turn.
+
+        They are in the text whether or not a message follows: Phi writes a further token at the end of a chat. If the
+        texts have none in common, the first one after the last reply ends the turn: gpt-oss ends the last turn with
+        another token than earlier turns.
+
+        Args:
+          last: Text after the last reply of a chat.
+          followed: Text after the reply if a message follows.
+        """
+        return [*self.found_in(prefix_of_both(last, followed))] or [*self.found_in(last)][:1]
+
     def without(self, text: str) -> str:
         """Return the text without the control tokens that it spells out."""
         return self._spelled.sub("", text)
 
     def mark(self, text: str, *, place: str) -> str:
-        """Return the text with a mark inside every control token that it spells out; chat templates pass marks on."""
+        """Return the text with a mark inside every control token that it spells out; chat templates keep marks.
+
+        Raises:
+          Refusal: The text contains the characters of marks.
+        """
         if _MARK.search(text):
             raise Refusal(
-                f"{place}: the prompt spells out a control token and holds U+E000 or U+E001 of Unicode's private use "
-                'area, which would mark it; take these out, or set data.control_tokens="parse"'
+                f"{place}: the prompt spells out a control token and contains U+E000 or U+E001, private characters "
+                'that mark control tokens; remove them, or set data.control_tokens="parse"'
             )
         return self._spelled.sub(self._mark, text)
 
@@ -82,14 +106,15 @@ class ControlTokens:
           place: Origin of the prompt, for error messages.
 
         Raises:
-          Refusal: The tokenizer gives a text in parts other ids than the whole text.
+          Refusal: The tokenizer encodes the parts of a text differently from the whole text.
         """
         ids = self.in_parts(rendered)
         plain = _MARK.sub(" ", rendered)
         if self.in_parts(plain) != self._tokenizer.encode(plain, add_special_tokens=False):
             raise Refusal(
-                f"{place}: the prompt spells out a control token, and this tokenizer cannot keep it as text, since it "
-                'encodes text by what stands around it; leave the record out, or set data.control_tokens="parse"'
+                f"{place}: the prompt spells out a control token, and this tokenizer cannot keep it as text, because "
+                "it encodes a text differently inside a longer text; leave the record out, or set "
+                'data.control_tokens="parse"'
             )
         return ids
 

@@ -27,17 +27,17 @@ def generated_records(
         inspect.signature(function).bind(split, count, seed, **arguments or {})
     except TypeError as error:
         raise Refusal(
-            f"Generated.function {reference} is called with a split, a number of records, a seed and arguments "
-            f"{arguments or {}}, which it does not take: {error}"
+            f"Generated.function {reference} must take a split, a number of records, a seed and the arguments "
+            f"{arguments or {}}: {error}"
         ) from error
     records = function(split, count, seed, **arguments or {})
     if not isinstance(records, Sequence) or len(records) != count:
         given = f"{len(records)} records" if isinstance(records, Sequence) else f"a {type(records).__name__}"
-        raise Refusal(f"{reference}({split!r}, {count}, {seed}) gave {given}; it has to give a list of {count}")
+        raise Refusal(f"{reference}({split!r}, {count}, {seed}) returned {given}, expected a list of {count} records")
     for number, record in enumerate(records):
         place = f"record {number} of {reference}"
         if not isinstance(record, dict) or not all(isinstance(key, str) for key in record):
-            raise Refusal(f"{place} is a {type(record).__name__}; it has to be a dict with texts as keys")
+            raise Refusal(f"{place} is a {type(record).__name__}, expected a dict with strings as keys")
         yield Row(place, record, record)
 
 
@@ -76,14 +76,14 @@ def programs(split: str, count: int, seed: int, *, hang: float = 0.05) -> list[d
     dice, records = random.Random(f"{seed} {split}"), products(split, count, seed)
     for record in records:
         if isinstance(record["solution"], list):
-            asked, answered, said = record["solution"]
+            call, output, reply = record["solution"]
             program = f"print({record['prompt'].removesuffix('=?')})"
             if dice.random() < hang:
-                program, answered["content"], said["content"] = "while 1:0", "error: stopped after 10 s", "#### 0"
+                program, output["content"], reply["content"] = "while 1:0", "error: stopped after 10 s", "#### 0"
             else:
-                answered["content"] += "\n"
-            asked["tool_calls"][0]["function"] = {"name": "python", "arguments": {"code": program}}
-            answered["name"] = "python"
+                output["content"] += "\n"
+            call["tool_calls"][0]["function"] = {"name": "python", "arguments": {"code": program}}
+            output["name"] = "python"
     return records
 
 
@@ -99,7 +99,7 @@ def _factors(dice: random.Random, split: str, most_digits: int) -> tuple[int, in
 def treasures(
     split: str, count: int, seed: int, *, moves: int = 10, least_distance: int = 5, towards: float = 0.6
 ) -> list[dict[str, Any]]:
-    """Return games on a path of nine places: start, treasure, and a walk that mostly ignores where the treasure is.
+    """Return games on a path of nine places: start, treasure, and a walk that often moves away from the treasure.
 
     Args:
       moves: Maximum steps of the walk.
@@ -127,7 +127,7 @@ def treasures(
 
 
 def secrets(split: str, count: int, seed: int, *, highest: int = 7, guesses: int = 3) -> list[dict[str, Any]]:
-    """Return secret numbers, with solutions that guess at random among the numbers that are left.
+    """Return secret numbers, with solutions that guess at random among the numbers that are still possible.
 
     Args:
       highest: Largest number; the smallest is 1.

@@ -1,12 +1,13 @@
 """Prompts with images: marks in texts, and message parts as chat templates take them."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
 from jaxrlhf.data.images import MARK, ImageReader, name_of
-from jaxrlhf.data.records import Messages
+from jaxrlhf.data.records import Messages, texts_of
 
 
 def marked(prompt: str | Messages, images: int, *, place: str) -> str | Messages:
@@ -15,27 +16,16 @@ def marked(prompt: str | Messages, images: int, *, place: str) -> str | Messages
     Raises:
       Refusal: The prompt has marks, but not as many as images.
     """
-    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    found = sum(text.count(MARK) for text in texts)
+    found = sum(text.count(MARK) for text in texts_of(prompt))
     if found == images:
         return prompt
     if found:
-        raise Refusal(f"{place}: the prompt has {found} times {MARK} and the record {images} images; give one for each")
+        raise Refusal(f"{place}: the prompt has {found} times {MARK} for {images} images; write it once for each image")
     if isinstance(prompt, str):
         return MARK * images + prompt
     first = next((n for n, message in enumerate(prompt) if message["role"] == "user"), 0)
     changed = prompt[first] | {"content": MARK * images + prompt[first]["content"]}
     return [*prompt[:first], changed, *prompt[first + 1 :]]
-
-
-def shown(prompt: str | Messages, reader: ImageReader | None) -> Any:
-    """Return the prompt with an image placeholder in the place of each `MARK`."""
-    if reader is None:
-        return prompt
-    text = reader.placeholders.shown
-    if isinstance(prompt, str):
-        return prompt.replace(MARK, text)
-    return [message | {"content": message["content"].replace(MARK, text)} for message in prompt]
 
 
 def referred(sources: Sequence[Hashable], reader: ImageReader | None, *, place: str) -> tuple[Image, ...]:
@@ -45,7 +35,7 @@ def referred(sources: Sequence[Hashable], reader: ImageReader | None, *, place: 
       Refusal: An image is damaged, or there is no reader of images.
     """
     if sources and reader is None:
-        raise Refusal(f"{place}: it has images, and the model reads text alone; give it a vision tower (vision=...)")
+        raise Refusal(f"{place}: there are images, and the model reads only text; add a vision tower (vision=...)")
     return tuple(reader.refer(source, place=place) for source in sources) if reader else ()
 
 
@@ -66,10 +56,9 @@ def expanded(
     if len(texts) != len(images) + 1:
         raise Refusal(
             f"{place}: the rendered prompt has {len(texts) - 1} times {reader.placeholders.mark!r} for {len(images)} "
-            f"images; a chat template has to write it once for each, and the text must not spell it"
+            "images; a chat template has to write it once for each, and the text must not spell it"
         )
-    words = reader.placeholders
-    features = (mark_of(image.source) if named else words.expanded(image.tokens) for image in images)
+    features = (mark_of(image.source) if named else reader.placeholders.expanded(image.tokens) for image in images)
     return texts[0] + "".join(part + text for part, text in zip(features, texts[1:], strict=True))
 
 
@@ -78,23 +67,16 @@ def mark_of(source: Hashable) -> str:
     return f"{MARK[:-1]} {name_of(source)}>"
 
 
-def in_place(text: str, *, images: Sequence[Image], reader: ImageReader | None) -> str:
-    """Return a rendered text in which each `MARK` is replaced by the placeholders of the next image."""
-    assert reader is not None, "nobody reads images"
-    before, *texts = text.split(MARK)
-    words = reader.placeholders
-    each = (words.shown.replace(words.mark, words.expanded(image.tokens)) for image in images)
-    return before + "".join(part + rest for part, rest in zip(each, texts, strict=True))
-
-
 def in_parts(messages: Messages) -> list[dict[str, Any]]:
     """Return messages with lists of texts and images as contents, as chat templates of vision models take them."""
-    return [message | {"content": _parts(message["content"])} for message in messages]
+    image = repeat({"type": "image"})
+    return [message | {"content": parts_of(message["content"], image)} for message in messages]
 
 
-def _parts(text: str) -> list[dict[str, str]]:
-    parts: list[dict[str, str]] = []
+def parts_of(text: str, images: Iterator[Any]) -> list[Any]:
+    """Return the parts of a content: texts, and the next of the image parts in the place of each `MARK`."""
+    parts: list[Any] = []
     for number, piece in enumerate(text.split(MARK)):
-        parts += [{"type": "image"}] if number else []
+        parts += [next(images)] if number else []
         parts += [{"type": "text", "text": piece}] if piece else []
     return parts

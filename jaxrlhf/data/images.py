@@ -1,7 +1,7 @@
 """Images of records: references, pixels from a checkpoint's image processor, and positions in a prompt.
 
 A prompt carries images by reference. Each process that computes with an image opens and preprocesses the image itself,
-so that no pixels travel with prompts. Images of episodes stay where they were shown, and are loaded from there.
+so that no pixels are sent with prompts. Images of episodes are stored in the process that showed them.
 """
 
 import base64
@@ -10,8 +10,9 @@ import hashlib
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -21,7 +22,7 @@ import numpy as np
 from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
-from jaxrlhf.data.chats.parts import held, pictures_named
+from jaxrlhf.data.chats.parts import named_images, unpacked
 from jaxrlhf.data.records import field_of, record_at
 from jaxrlhf.data.shapes import PICTURE, draw_shapes
 from jaxrlhf.episode import ShownImage
@@ -43,13 +44,13 @@ class Placeholders:
 
     Attributes:
       mark: Text that chat templates write once for each image; begin and end tokens may surround it.
-      shown: Mark together with begin and end tokens, for tokenizers whose template knows no images.
+      enclosed: Mark with begin and end tokens, for chat templates that take no images.
       expanded: Function from the number of features to the text that replaces `mark` before tokenization.
       token: Token id that stands for one feature.
     """
 
     mark: str
-    shown: str
+    enclosed: str
     expanded: Callable[[int], str]
     token: int
 
@@ -80,11 +81,11 @@ class ImageReader:
         """
         if isinstance(source, str) and source.startswith("data:"):
             source = ShownImage.of(source)
-        if str(source).startswith("shapes:"):  # the name determines the picture, which need not be drawn
+        if str(source).startswith("shapes:"):  # the name determines the pixels, so they need not be drawn
             size, content = PICTURE, str(source).encode()
         else:
-            picture = opened(source, place=place)
-            size, content = picture.size, f"{picture.size}".encode() + picture.tobytes()
+            image = opened(source, place=place)
+            size, content = image.size, f"{image.size}".encode() + image.tobytes()
         digest, grid = hashlib.blake2b(content, digest_size=16).hexdigest(), self._grid(size, place=place)
         return Image(source, digest, grid, 0, int(np.prod(grid)) // self.merge**2)
 
@@ -95,7 +96,8 @@ class ImageReader:
             found, grid = self._processed(opened(image.source, place=f"{image.source:.60}"))
             if grid != image.grid:
                 raise Refusal(
-                    f"{image.source:.60}: {grid} patches, and {image.grid} when prompts were made; it has changed"
+                    f"{image.source:.60}: {grid} patches, and {image.grid} when prompts were made; the image has "
+                    "changed, so read the data again"
                 )
         self._keep(image.digest, found)
         return found
@@ -119,21 +121,22 @@ class ImageReader:
             except (ValueError, ZeroDivisionError) as error:
                 raise Refusal(
                     f"{place}: the image of {size[0]} x {size[1]} pixels is refused ({reason_of(error)}); make it "
-                    f"larger or less long, or leave the record out"
+                    "larger or less long, or leave the record out"
                 ) from error
         return self._grids[size]
 
-    def _processed(self, picture: Any) -> tuple[np.ndarray, tuple[int, int, int]]:
-        given = self.processor(images=[picture], return_tensors="np")
-        pixels = np.asarray(given["pixel_values"], np.float32)
-        if "image_grid_thw" in given:
-            frames, high, wide = map(int, given["image_grid_thw"][0])
-            return pixels, (frames, high, wide)
-        colours, high, wide = pixels.shape[1:]  # resized to one size, but not split into patches yet
+    def _processed(self, image: Any) -> tuple[np.ndarray, tuple[int, int, int]]:
+        """Return the `[Q, C]` patches of an image, and their numbers of frames, rows and columns."""
+        batch = self.processor(images=[image], return_tensors="np")
+        pixels = np.asarray(batch["pixel_values"], np.float32)
+        if "image_grid_thw" in batch:
+            frames, rows, columns = map(int, batch["image_grid_thw"][0])
+            return pixels, (frames, rows, columns)
+        channels, height, width = pixels.shape[1:]  # resized to one size, but not split into patches yet
         side, merge = self.patch_size, self.merge
-        shape = colours, high // side // merge, merge, side, wide // side // merge, merge, side
-        cut = pixels[0].reshape(shape).transpose(1, 4, 2, 5, 0, 3, 6)
-        return cut.reshape(-1, colours * side**2), (1, high // side, wide // side)
+        shape = channels, height // side // merge, merge, side, width // side // merge, merge, side
+        patches = pixels[0].reshape(shape).transpose(1, 4, 2, 5, 0, 3, 6)
+        return patches.reshape(-1, channels * side**2), (1, height // side, width // side)
 
 
 def opened(source: Hashable, *, place: str) -> Any:
@@ -160,7 +163,7 @@ def opened(source: Hashable, *, place: str) -> Any:
 
 
 def check_pixels(urls: Sequence[str], *, place: str) -> None:
-    """Refuse images with more pixels together than one picture may have; only the headers are read.
+    """Refuse images with more pixels together than one image may have; only the headers are read.
 
     Args:
       urls: Data URLs.
@@ -171,7 +174,7 @@ def check_pixels(urls: Sequence[str], *, place: str) -> None:
     total = 0
     for url in urls:
         content = _content(url, Path(), place=place)
-        assert isinstance(content, bytes), "a data URL holds its picture"
+        assert isinstance(content, bytes), "a data URL contains its image"
         with _refused(place, content):
             total += pixels_of(content)
     if total > MOST_PIXELS:
@@ -200,7 +203,7 @@ def source_of(value: Any, record: str, path: Path) -> str:
       record: Place of the image, `PATH#NUMBER/KEY/INDEX`.
       path: Record file; relative image paths resolve against its folder.
     """
-    named = held(value)
+    named = unpacked(value)
     if isinstance(named, str) and named and not named.startswith("data:"):
         named = _path_of(named)
         if "://" not in named:
@@ -249,7 +252,7 @@ def image_values(value: Any) -> list[Any]:
     values = [*value] if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
     if not values or not all(isinstance(one, Mapping) and "role" in one for one in values):
         return values
-    return pictures_named(values)
+    return named_images(values)
 
 
 def _of_record(where: str, *, place: str) -> bytes | Path:
@@ -265,7 +268,7 @@ def _of_record(where: str, *, place: str) -> bytes | Path:
 
 def _content(value: Any, directory: Path, *, place: str) -> bytes | Path:
     """Return the encoded bytes of an image in a record, or its file."""
-    told, value = value, held(value)
+    given, value = value, unpacked(value)
     if isinstance(value, bytes):
         return value
     if isinstance(value, str) and value.startswith("data:"):
@@ -275,25 +278,25 @@ def _content(value: Any, directory: Path, *, place: str) -> bytes | Path:
                 return base64.b64decode("".join(encoded.split()), validate=True)
             except binascii.Error as error:
                 raise Refusal(f"{place}: the data URL of an image is not base64 ({error})") from error
-        raise Refusal(f"{place}: {header[:40]!r} begins no data URL of an image; expected data:image/...;base64,...")
+        raise Refusal(f"{place}: {header[:40]!r} starts no data URL of an image; expected data:image/...;base64,...")
     value = _path_of(value) if isinstance(value, str) else value
     if isinstance(value, str) and "://" in value:
-        raise Refusal(f"{place}: {value!r:.60} is an address, and nothing is fetched; save the image and name its file")
+        raise Refusal(f"{place}: {value!r:.60} is a URL, and nothing is fetched; save the image and name its file")
     if isinstance(value, str) and value:
         return directory / Path(value).expanduser()
-    raise Refusal(f"{place}: an image must be bytes, a path or a data URL, got {told!r:.60}")
+    raise Refusal(f"{place}: an image must be bytes, a path or a data URL, got {given!r:.60}")
 
 
 @lru_cache(maxsize=64)
-def _pictures(images: tuple[tuple[Hashable, str], ...]) -> tuple[Any, ...]:
-    """Open images by reference; the digest is part of the cache key, since a file may be rewritten in between."""
+def _opened_images(images: tuple[tuple[Hashable, str], ...]) -> tuple[Any, ...]:
+    """Open images by reference; the digest is part of the cache key, because a file may be rewritten."""
     return tuple(opened(source, place=f"{source:.60}") for source, _ in images)
 
 
 def with_pictures(record: Mapping[str, Any], images: Sequence[Image]) -> Mapping[str, Any]:
     """Return the record of a problem with its opened images under `images`, for reward functions."""
     named = tuple((image.source, image.digest) for image in images)
-    return {**record, "images": [*_pictures(named)]} if images else record
+    return {**record, "images": [*_opened_images(named)]} if images else record
 
 
 def placed(tokens: Sequence[int], images: Sequence[Image], token: int, *, place: str) -> tuple[Image, ...]:
@@ -302,15 +305,12 @@ def placed(tokens: Sequence[int], images: Sequence[Image], token: int, *, place:
     Raises:
       Refusal: There are more or fewer placeholders than features.
     """
-    (at,) = np.nonzero(np.asarray(tokens) == token)
+    (positions,) = np.nonzero(np.asarray(tokens) == token)
     total = sum(image.tokens for image in images)
-    if len(at) != total:
+    if len(positions) != total:
         raise Refusal(
-            f"{place}: the prompt has {len(at)} placeholders for {total} features of {len(images)} images; the text "
-            f"must not spell placeholders, and a chat template has to write one for each image"
+            f"{place}: the prompt has {len(positions)} placeholders for {total} features of {len(images)} images; the "
+            "text must not spell placeholders, and a chat template has to write one for each image"
         )
-    starts = np.cumsum([0, *(image.tokens for image in images)])[:-1]
-    return tuple(
-        Image(image.source, image.digest, image.grid, int(at[start]), image.tokens)
-        for image, start in zip(images, starts.tolist(), strict=True)
-    )
+    starts = accumulate((image.tokens for image in images), initial=0)
+    return tuple(replace(image, start=int(positions[n])) for image, n in zip(images, starts, strict=False))

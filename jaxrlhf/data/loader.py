@@ -16,6 +16,7 @@ class Part:
 
     Attributes:
       index: Indices of the source's problems, in order.
+      weight: Weight of the source, relative to the other weights.
       name: Name of the source; "" if there is only one.
     """
 
@@ -67,10 +68,10 @@ class Loader:
         self._problems, self._per_step, self._shuffle, self._band = problems, per_step, shuffle, band
         self._check()
         self._seed, self._fingerprint = seed, fingerprint
-        self._drawn = [0] * len(self._parts)
+        self._taken = [0] * len(self._parts)
         self._observed: dict[int, float] = {}
         self._left_out = [np.zeros(0, np.int64) for _ in self._parts]  # in the current epoch
-        self._index_of: dict[int, int] = {}  # by prompt id, of problems that were used
+        self._index_of: dict[int, int] = {}  # by prompt id, of the problems used so far
         self._epoch, self._offset = [0] * len(self._parts), [0] * len(self._parts)
         self._order = [self._ordered(number, 0) for number in range(len(self._parts))]
 
@@ -105,13 +106,14 @@ class Loader:
         if len(self._parts) == 1:
             wanted[0] = self._per_step
         while (total := sum(wanted)) < self._per_step:
-            due = sum(self._drawn) + total + 1
-            lacking = np.array(self._shares) * due - np.array(self._drawn) - np.array(wanted)
-            wanted[int(np.argmax(lacking))] += 1
-        self._drawn = [drawn + own for drawn, own in zip(self._drawn, wanted, strict=True)]
+            count = sum(self._taken) + total + 1
+            missing = np.array(self._shares) * count - np.array(self._taken) - np.array(wanted)
+            wanted[int(np.argmax(missing))] += 1
+        self._taken = [taken + new for taken, new in zip(self._taken, wanted, strict=True)]
         return wanted
 
     def _take(self, number: int, count: int) -> list[int]:
+        """Return the indices of the next problems of a part."""
         rest: list[int] = []
         if self._offset[number] + count > len(self._order[number]):
             if not self._shuffle:  # else every epoch would skip the same problems, the hardest of a curriculum
@@ -129,11 +131,10 @@ class Loader:
 
     def state(self) -> dict[str, Any]:
         """Return the position in the data, as JSON-compatible values."""
-        several = len(self._parts) > 1
         position: dict[str, Any] = {"epoch": self._epoch[0], "offset": self._offset[0]}
-        if several:
-            position = {"epoch": [*self._epoch], "offset": [*self._offset], "drawn": [*self._drawn]}
-            position["shares"] = [*self._shares]
+        if len(self._parts) > 1:
+            position = {"epoch": [*self._epoch], "offset": [*self._offset]}
+            position |= {"drawn": [*self._taken], "shares": [*self._shares]}
         if self._band is not None:
             left_out = [index.tolist() for index in self._left_out]
             position |= {"observed": [*map(list, self._observed.items())], "left_out": left_out}
@@ -159,12 +160,12 @@ class Loader:
         )
         if len(epoch) != len(self._parts):
             raise Refusal(
-                f"the saved data position is of {len(epoch)} sources and this run has {len(self._parts)}; "
+                f"the saved data position has {len(epoch)} sources and this run has {len(self._parts)}; "
                 "resume with the same data and seed, or start a new run"
             )
-        self._epoch, self._offset, self._drawn = epoch, offset, [0] * len(self._parts)
+        self._epoch, self._offset, self._taken = epoch, offset, [0] * len(self._parts)
         if state.get("shares", self._shares) == self._shares:  # under new weights, counts restart
-            self._drawn = [*state.get("drawn", self._drawn)]
+            self._taken = [*state.get("drawn", self._taken)]
         self._observed = {int(index): float(score) for index, score in state.get("observed", ())}
         if "left_out" in state:
             self._left_out = [np.array(index, np.int64) for index in state["left_out"]]
@@ -185,6 +186,6 @@ class Loader:
         index, band = self._parts[number].index, self._band
         if band is None:
             return np.zeros(0, np.int64)
-        far = [one for one, score in self._observed.items() if not band.lowest <= score <= band.highest]
-        outside = index[np.isin(index, far)]
+        bad = [n for n, score in self._observed.items() if not band.lowest <= score <= band.highest]
+        outside = index[np.isin(index, bad)]
         return outside if len(index) - len(outside) >= self._most(number) else np.zeros(0, np.int64)

@@ -1,7 +1,8 @@
 """Readers of JSON-lines, JSON, CSV, parquet and Arrow files; errors name the file, the line and the key.
 
-JSON is not read by the package `datasets`: its columns have one type, so a record would get the keys of all others, as
-a tool's arguments those of another tool. CSV cells stay texts, so that the answers `007` and `1.10` are as written.
+The package `datasets` does not read JSON here, because a column of `datasets` has one type: every record would get the
+keys of all records, for example the arguments of all tools. CSV cells stay texts, so that the answers `007` and `1.10`
+do not change.
 """
 
 import codecs
@@ -10,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from difflib import get_close_matches
 from functools import lru_cache
@@ -28,7 +29,9 @@ RECORDS = re.compile(r"\.(?:(?:jsonl|ndjson|json|csv|tsv)(?:\.gz|\.bz2|\.xz|\.zs
 """Pattern of the names of record files."""
 
 _DEEPEST = 64
-"""Maximum nesting depth of lists and objects: Python's recursive parser reads a record again in every step."""
+"""Maximum nesting depth of lists and objects, because Python parses a record recursively in every step."""
+
+_TOO_DEEP = f"lists or objects are nested more than {_DEEPEST} deep; flatten the record"
 
 Stored = Mapping[str, Any] | bytes
 """Stored form of a record: the JSON text of its line, which takes less memory than parsed objects, or the objects."""
@@ -42,11 +45,11 @@ def restored(record: Stored) -> Mapping[str, Any]:
     return json.loads(record) if isinstance(record, bytes) else record
 
 
-_NONE = object()
+_NONE = object()  # result of `field_of` if there is no field
 
 
 def field_of(record: Mapping[str, Any], key: str) -> Any:
-    """Return field `key`; if there is none, `a.b` reads field `b` of field `a`. Return `_NONE` if both are missing."""
+    """Return field `key`; if it is missing, `a.b` reads field `b` of field `a`. Return `_NONE` if both are missing."""
     if key in record:
         return record[key]
     outer, dot, inner = key.partition(".")
@@ -161,19 +164,29 @@ class SourceRecord(NamedTuple):
     further: tuple[str, ...] = ()
 
     @property
+    def text_answers(self) -> list[str]:
+        """Answers that are texts: the solution, the rejected answer, and further solutions."""
+        answers = [self.solution, self.pair.rejected if self.pair else None, *self.further]
+        return [answer for answer in answers if isinstance(answer, str)]
+
+    @property
     def answer_texts(self) -> list[str]:
-        """Texts of all answers."""
-        return [
-            *(texts_of(self.solution) if self.solution else []),
-            *(texts_of(self.pair.rejected) if self.pair else []),
-            *(self.steps.steps if self.steps else ()),
-            *self.further,
-        ]
+        """Texts of all answers, steps and messages included."""
+        messages = [self.solution, self.pair.rejected if self.pair else None]
+        texts = [text for answer in messages if isinstance(answer, list) for text in texts_of(answer)]
+        return [*texts, *self.text_answers, *(self.steps.steps if self.steps else ())]
 
 
-def texts_of(said: str | Messages) -> list[str]:
+def texts_of(turns: str | Messages) -> list[str]:
     """Return the texts of a prompt or an answer."""
-    return [said] if isinstance(said, str) else [str(message.get("content") or "") for message in said]
+    return [turns] if isinstance(turns, str) else [str(message.get("content") or "") for message in turns]
+
+
+def with_texts(prompt: str | Messages, change: Callable[[str], str]) -> str | Messages:
+    """Return a prompt with `change` applied to each of its texts."""
+    if isinstance(prompt, str):
+        return change(prompt)
+    return [{**message, "content": change(message["content"])} for message in prompt]
 
 
 def read_rows(path: str | Path) -> Iterator[Row]:
@@ -185,20 +198,24 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     path = Path(path)
     if RECORDS.search(path.name) is None:
         raise Refusal(
-            f"{path}: expected a .jsonl or .ndjson (one JSON object a line), .json, .csv, .tsv, .parquet or "
-            f".arrow file, or one of text as .gz, .bz2, .xz or .zst{_advice(path)}"
+            f"{path}: expected a .jsonl or .ndjson (one JSON object a line), .json, .csv, .tsv, .parquet or .arrow "
+            f"file, or a compressed text file (.gz, .bz2, .xz or .zst){_advice(path)}"
         )
     if not path.is_file():
         close = get_close_matches(path.name, [one.name for one in path.parent.glob("*.*")], n=1)
-        hint = f"; did you mean {path.with_name(close[0])}?" if close else f" (looked from {Path.cwd()})"
+        hint = f"; did you mean {path.with_name(close[0])}?" if close else f" (relative to {Path.cwd()})"
         raise Refusal(f"{path}: no such file{hint}")
-    empty = True
-    read = _read_table if path.suffix in TABLES else _read_csv if _delimiter(path.name) else _read_json
-    for row in read(path):
-        empty = False
+    row: Row | None = None
+    for row in _rows(path):
         yield row
-    if empty:
+    if row is None:
         raise Refusal(f"{path}: the file holds no records")
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    if path.suffix in TABLES:
+        return _read_table(path)
+    return _read_csv(path) if _delimiter(path.name) else _read_json(path)
 
 
 def _advice(path: Path) -> str:
@@ -206,11 +223,11 @@ def _advice(path: Path) -> str:
     if path.suffix == ".xlsx":
         return f"; pandas.read_excel({path.name!r}).to_parquet({path.with_suffix('.parquet').name!r}) makes one"
     if path.suffix == ".zip":
-        return f"; unpack it first, such as by unzip {path.name}"
+        return f"; unpack it first, for example by unzip {path.name}"
     if path.is_dir():
         if (path / "dataset_dict.json").is_file():
             return f"; it has the splits that save_to_disk of datasets wrote: name one, such as {path / 'train'}"
-        return "; HubData reads a directory laid out like a data set of the hub"
+        return "; HubData reads a directory with the layout of a hub data set"
     return ""
 
 
@@ -219,7 +236,11 @@ def _read_json(path: Path) -> Iterator[Row]:
     if not _is_list(path):
         yield from _read_jsonl(path)
         return
-    for number, record in enumerate(_listed(path), start=1):
+    try:
+        records: list[Any] = json.loads(b"".join(lines_of(path)))
+    except (ValueError, RecursionError) as error:
+        raise Refusal(f"{path}: not valid JSON ({error}); expected a list of objects, or one object a line") from error
+    for number, record in enumerate(records, start=1):
         place = f"{path}, record {number}"
         _check_record(record, place)
         yield Row(place, record, json.dumps(record).encode(), f"{path.absolute()}#{number}")
@@ -233,12 +254,6 @@ def _delimiter(name: str) -> str | None:
 
 def _read_csv(path: Path) -> Iterator[Row]:
     """Yield the rows of a CSV file, whose first line names the columns; cells are texts."""
-    for number, (line, record) in enumerate(_cells(path), start=1):
-        yield Row(f"{path}, line {line}", record, json.dumps(record).encode(), f"{path.absolute()}#{number}")
-
-
-def _cells(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the last line's number and the cells of each row."""
     csv.field_size_limit(2**31 - 1)
     lines = (line.decode() for line in lines_of(path))
     reader = csv.reader(lines, delimiter=_delimiter(path.name) or ",", strict=True)
@@ -246,14 +261,14 @@ def _cells(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         names = [name.removeprefix("\ufeff") for name in next(reader, [])]
         if len({*names, ""}) <= len(names):
             raise Refusal(f"{path}: the first line must name each column once, got {names!r:.80}")
-        for cells in filter(None, reader):
+        for number, cells in enumerate(filter(None, reader), start=1):
+            place = f"{path}, line {reader.line_num}"
             if len(cells) != len(names):
-                raise Refusal(
-                    f"{path}, line {reader.line_num}: {len(cells)} cells, and the first line names {names!r:.80}"
-                )
-            yield reader.line_num, dict(zip(names, cells, strict=True))
+                raise Refusal(f"{place}: {len(cells)} cells, and the first line names {names!r:.80}")
+            record = dict(zip(names, cells, strict=True))
+            yield Row(place, record, json.dumps(record).encode(), f"{path.absolute()}#{number}")
     except (csv.Error, UnicodeDecodeError) as error:
-        raise Refusal(f"{path}, line {reader.line_num}: not readable as CSV ({error}); save it as UTF-8") from error
+        raise Refusal(f"{path}, line {reader.line_num}: not valid CSV ({error}); save it as UTF-8") from error
 
 
 def _is_list(path: Path) -> bool:
@@ -265,17 +280,9 @@ def _is_list(path: Path) -> bool:
     return first.startswith(b"[")
 
 
-def _listed(path: Path) -> list[Any]:
-    try:
-        found: list[Any] = json.loads(b"".join(lines_of(path)))
-    except (ValueError, RecursionError) as error:
-        raise Refusal(f"{path}: not valid JSON ({error}); expected a list of objects, or one object a line") from error
-    return found
-
-
 def _check_record(record: Any, place: str) -> None:
     if _deeper(record, _DEEPEST):
-        raise Refusal(f"{place}: lists or objects are nested more than {_DEEPEST} deep; flatten the record")
+        raise Refusal(f"{place}: {_TOO_DEEP}")
     if not isinstance(record, dict):
         raise Refusal(f"{place}: expected a JSON object, got {type(record).__name__}")
 
@@ -292,23 +299,17 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 raise Refusal(f"{path}: the file is UTF-16; save it as UTF-8") from error
             raise Refusal(f"{place}: not valid JSON ({error}); each line holds one object") from error
         except RecursionError as error:
-            raise Refusal(
-                f"{place}: lists or objects are nested more than {_DEEPEST} deep; flatten the record"
-            ) from error
+            raise Refusal(f"{place}: {_TOO_DEEP}") from error
         _check_record(record, place)
         yield Row(place, record, line.strip(), f"{path.absolute()}#{number}")
 
 
 def _deeper(value: Any, deepest: int) -> bool:
     """Return True if lists or objects are nested more than `deepest` levels deep."""
-    level = [value]
-    for _ in range(deepest):
-        level = [inner for outer in level if isinstance(outer, dict | list) for inner in _inside(outer)]
-    return any(isinstance(inner, dict | list) for inner in level)
-
-
-def _inside(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return outer.values() if isinstance(outer, dict) else outer
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return deepest == 0 or any(_deeper(one, deepest - 1) for one in inner)
 
 
 def _read_table(path: Path) -> Iterator[Row]:
@@ -330,25 +331,21 @@ def record_at(path: str, number: int) -> Mapping[str, Any]:
     """Return record `number` (of JSON lines: line `number`), counted from 1, of a file that was read before."""
     try:
         state = os.stat(path)
-        return _numbered(path, state.st_mtime_ns, state.st_size, state.st_ino)(number - 1)
-    except (FileNotFoundError, IndexError) as error:
+        return _numbered(path, state.st_mtime_ns, state.st_size, state.st_ino)(number)
+    except (FileNotFoundError, LookupError) as error:
         raise Refusal(
-            f"{path}: record {number} is not there any more; the file has changed, so read it again"
+            f"{path}: there is no record {number} any more; the file has changed, so read the data again"
         ) from error
 
 
 @lru_cache(maxsize=4)
 def _numbered(path: str, *_: int) -> Callable[[int], Mapping[str, Any]]:
-    """Return a function from index to record, parsed on demand; other arguments are the file's state, as cache key."""
+    """Return a function from number to record, parsed on demand; other arguments are the file's state, as cache key."""
     if Path(path).suffix in TABLES:
         import pyarrow
 
         with opened(Path(path)) as (schema, batches):
             table = whole_microseconds(pyarrow.Table.from_batches(batches, schema))
-        return lambda index: dict(table.slice(index, 1).to_pylist()[0])
-    if _delimiter(path):
-        return [record for _, record in _cells(Path(path))].__getitem__
-    if _is_list(Path(path)):
-        return _listed(Path(path)).__getitem__
-    lines = [*lines_of(Path(path))]
-    return lambda index: dict(json.loads(lines[index]))
+        return lambda number: dict(table.slice(number - 1, 1).to_pylist()[0])
+    stored = {int(row.source.rpartition("#")[2]): row.stored for row in _rows(Path(path))}
+    return lambda number: restored(stored[number])

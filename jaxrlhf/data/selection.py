@@ -13,7 +13,13 @@ from jaxrlhf.data.table.problem_table import ProblemTable
 
 
 class Selected(NamedTuple):
-    """Indices of the problems that are used, in order, and the numbers of repeated and out-of-band problems."""
+    """Selected problems of a split.
+
+    Attributes:
+      kept: Indices of the selected problems, in order.
+      repeated: Number of problems left out because an earlier problem has the same prompt.
+      outside: Number of problems left out because their mean score is outside of the band.
+    """
 
     kept: np.ndarray
     repeated: int
@@ -27,10 +33,10 @@ def selected(problems: ProblemTable, index: np.ndarray, selection: Selection) ->
       Refusal: The samples cannot be read, contain none of the problems although they set the order, or all problems
         are outside of the band.
     """
-    there = len(index)
+    total = len(index)
     if selection.unique:
         index = _first_of_each(problems, index)
-    repeated, outside = there - len(index), 0
+    repeated, outside = total - len(index), 0
     scores: dict[str, float] = {}
     if selection.samples is not None:
         scores = mean_scores(selection.samples)
@@ -41,12 +47,12 @@ def selected(problems: ProblemTable, index: np.ndarray, selection: Selection) ->
         if outside == len(index):
             raise Refusal(
                 f"all {outside} problems have mean scores outside of selection.band={selection.band} in "
-                f"{selection.samples}; widen it"
+                f"{selection.samples}; widen the band"
             )
         index, known = index[inside], known[inside]
         if selection.order == "by_difficulty":
             if np.isnan(known).all():
-                raise Refusal(f"{selection.samples} has a sample of none of the problems, so they have no order by it")
+                raise Refusal(f"{selection.samples} has no sample of any problem, so it cannot order the problems")
             index = index[np.argsort(-known, kind="stable")]  # easiest first, problems without a score last
     if selection.order == "by_length":
         index = index[np.argsort(problems.lengths[index], kind="stable")]
@@ -71,7 +77,7 @@ def mean_scores(path: str) -> dict[str, float]:
 
 
 def _first_of_each(problems: ProblemTable, index: np.ndarray) -> np.ndarray:
-    """Return the indices without those of repeated prompts; prompts are compared without regard to spaces and case."""
+    """Return the indices without repeated prompts; prompts are compared without regard to spaces and case."""
     seen: set[bytes] = set()
     first = np.zeros(len(index), bool)
     for place, n in enumerate(index.tolist()):

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from jaxrlhf.data.arithmetic import stable_hash
-
-Split = Literal["train", "evaluation"]
+from jaxrlhf.data.arithmetic import Split, stable_hash
 
 CELL, SIDE = 14, 3
 """Side of a cell in pixels, and side of a picture in cells; a feature of the embedded vision tower covers one cell."""
@@ -39,12 +37,12 @@ def shape_records(
     """
     for number in range(problems):
         name = f"{split}/{seed}/{number}"
-        asked, picture = _problem(name), f"{split}/{seed}/{number + problems}" if shuffled else name
+        problem, picture = _problem(name), f"{split}/{seed}/{number + problems}" if shuffled else name
         hasty = stable_hash(f"hasty {name}") % 1000 < 1000 * hasty_share
         yield {
-            "question": asked["question"],
-            "answer": asked["answer"],
-            "solution": "{} #### {}".format(*asked["hasty"] if hasty else (asked["careful"], asked["answer"])),
+            "question": problem["question"],
+            "answer": problem["answer"],
+            "solution": "{} #### {}".format(*problem["hasty"] if hasty else (problem["careful"], problem["answer"])),
             "picture": f"shapes:{picture}",
         }
 

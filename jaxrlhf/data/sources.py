@@ -31,19 +31,19 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.config.sources import PromptFields
 from jaxrlhf.data.arithmetic import Split, arithmetic_records
-from jaxrlhf.data.chats.messages import answering, check_no_pictures, read_answer, read_message, without_prompt
-from jaxrlhf.data.chats.parts import contents, is_picture, pictures_named
+from jaxrlhf.data.chats.messages import read_answer, read_prompt, read_turns, without_prompt
+from jaxrlhf.data.chats.parts import contents, is_image, named_images
 from jaxrlhf.data.generated import generated_records
-from jaxrlhf.data.hub import split_files, split_rows
+from jaxrlhf.data.hub import split_rows
 from jaxrlhf.data.image_prompts import marked
 from jaxrlhf.data.images import MARK, ImageReader, image_values, record_place, source_of
 from jaxrlhf.data.labelled.pairs import read_pairs, wrong_solution
 from jaxrlhf.data.labelled.steps import read_steps
-from jaxrlhf.data.records import Messages, PairPart, Row, SourceRecord, Stored, read_rows, without_field
+from jaxrlhf.data.records import Messages, PairPart, Row, SourceRecord, Stored, without_field
 from jaxrlhf.data.shapes import shape_records
 from jaxrlhf.data.table.cache import cache_folder_of, new_folder
 from jaxrlhf.data.table.problem_table import ProblemTable
-from jaxrlhf.data.tokenized import EpisodeReader, Tokenized, TokenLimits, nothing_fits, with_system_prompt
+from jaxrlhf.data.tokenized import EpisodeReader, Tokenized, TokenLimits, with_system_prompt
 
 _FACTS = "split.json"
 _CHUNK = 4096
@@ -136,7 +136,11 @@ def load_problems(
 
 
 class _SourceReading(NamedTuple):
-    """Data set to be read, with the settings that apply to all of its records."""
+    """Data set to be read, with the settings that apply to all of its records.
+
+    Attributes:
+      fields: Fields that are set in each record.
+    """
 
     data: DataSet
     name: str
@@ -147,10 +151,10 @@ class _SourceReading(NamedTuple):
     def of(
         cls, source: Source | EvaluationSet, system_prompt: str | None, environment_key: str | None
     ) -> "_SourceReading":
-        said = system_prompt if source.system_prompt is None else source.system_prompt
+        prompt = system_prompt if source.system_prompt is None else source.system_prompt
         name = source.environment if isinstance(source, Source) else None
-        own = {} if name is None or environment_key is None else {environment_key: name}
-        return cls(source.data, source.name, said, own)
+        fields = {} if name is None or environment_key is None else {environment_key: name}
+        return cls(source.data, source.name, prompt, fields)
 
 
 def _tokenized(sources: Sequence[_SourceReading], split: Split, tokenized: Tokenized) -> Loaded:
@@ -164,9 +168,9 @@ def _tokenized(sources: Sequence[_SourceReading], split: Split, tokenized: Token
         tokenized.begin(source.name, as_text=getattr(source.data, "control_tokens", "parse") == "text")
         while chunk := list(islice(examples, _CHUNK)):
             tokenized.add(chunk)
-    total, kept = tokenized.lengths.records, len(tokenized.table)
+    total, kept = tokenized.records, len(tokenized.table)
     if total and not kept:
-        raise Refusal(nothing_fits(tokenized.lengths, split, tokenized.limits))
+        raise tokenized.nothing_fits(split)
     return Loaded(tokenized.table, total - kept, total + len(malformed), malformed, tokenized.spelled)
 
 
@@ -228,43 +232,34 @@ def _read_shapes(data: Shapes, split: Split) -> Iterator[SourceRecord]:
 def _read_generated(data: Generated, split: Split) -> Iterator[SourceRecord]:
     count = data.train_problems if split == "train" else data.eval_problems
     for row in generated_records(data.function, split, count, data.seed, data.keywords):
-        prompt, answer = row.value("prompt"), None if row.record.get("answer") is None else row.text("answer")
+        prompt = "" if row.value("prompt") == "" else read_prompt(row.value("prompt"), row.place, "prompt")
+        answer = None if row.record.get("answer") is None else row.text("answer")
         solution, further = _several(row.record.get("solution"))
-        for key, given in (("prompt", prompt), ("solution", "" if solution is None else solution)):
-            if not isinstance(given, str) and not (isinstance(given, list) and given):
-                raise Refusal(f"{row.place}: {key!r} must be a text or a list of messages, got {given!r:.80}")
-        if isinstance(prompt, list):
-            check_no_pictures(prompt, row.place, "prompt")
-            prompt = [read_message(message, f"{row.place}: a message in 'prompt'") for message in prompt]
-        if isinstance(solution, list):
-            if not all(isinstance(message, dict) for message in solution):
-                raise Refusal(f"{row.place}: 'solution' must be a list of texts or of messages, got {solution!r:.80}")
-            solution = answering(solution, row.place, "solution")
+        if isinstance(solution, list) and solution and all(isinstance(message, dict) for message in solution):
+            solution = read_turns(solution, row.place, "solution")
+        elif not isinstance(solution, str | None):
+            raise Refusal(
+                f"{row.place}: 'solution' must be a text or a list of texts or messages, got {solution!r:.80}"
+            )
         yield SourceRecord(row.place, prompt, answer, solution, row.stored, further=further)
 
 
 def _read_gsm8k(data: Gsm8k, split: Split) -> Iterator[SourceRecord]:
-    for file in split_files(data.path, "train" if split == "train" else "test"):
-        for row in read_rows(file):
-            yield _gsm8k_example(row, data.instruction)
-
-
-def _gsm8k_example(row: Row, instruction: str) -> SourceRecord:
-    solution = _CALCULATOR_MARK.sub("", row.text("answer"))
-    _, mark, answer = solution.rpartition("####")
-    if not mark:
-        raise Refusal(f"{row.place}: no '#### <number>' in 'answer'")
-    prompt = f"{row.text('question')} {instruction}".strip()
-    return SourceRecord(row.place, prompt, answer.strip().replace(",", ""), solution, row.stored)
+    """Yield the problems of the subset `main`, or of a directory without subsets."""
+    folder = Path(data.path).expanduser()
+    subset = None if folder.is_dir() and not any(folder.glob("main/*")) else "main"
+    for row in split_rows(HubData(data.path, subset=subset), split):
+        solution = _CALCULATOR_MARK.sub("", row.text("answer"))
+        _, mark, answer = solution.rpartition("####")
+        if not mark:
+            raise Refusal(f"{row.place}: no '#### <number>' in 'answer'")
+        prompt = f"{row.text('question')} {data.instruction}".strip()
+        yield SourceRecord(row.place, prompt, answer.strip().replace(",", ""), solution, row.stored)
 
 
 def _prompt_example(row: Row, data: PromptFields) -> SourceRecord:
     key, value = _prompt(row, data)
-    prompt = value
-    if isinstance(value, list) and value:
-        prompt = [read_message(message, f"{row.place}: a message in {key!r}") for message in value]
-    elif not isinstance(value, str) or not value:
-        raise Refusal(f"{row.place}: {key!r} must be a text or a list of messages, got {value!r:.80}")
+    prompt = read_prompt(value, row.place, key, images=True)
     solution, further = _solutions(row, data, prompt)
     example = SourceRecord(row.place, prompt, _answer(row, data), solution, row.stored, further=further)
     values, record = _images(row, data, value)
@@ -281,12 +276,12 @@ def _images(row: Row, data: PromptFields, messages: Any) -> tuple[list[Any], Sto
         return image_values(row.value(data.image_key, "image_key")), without_field(row.record, data.image_key)
     if not isinstance(messages, list):
         return [], row.stored
-    shown = [part for message in messages for part in contents(message) if is_picture(part)]
-    named = pictures_named(messages)
-    if len(named) < len(shown):
+    parts = [part for message in messages for part in contents(message) if is_image(part)]
+    named = named_images(messages)
+    if len(named) < len(parts):
         raise Refusal(
-            f"{row.place}: a part of type {shown[0]['type']!r} names no picture; name the field that has the pictures "
-            f"by image_key, there are {sorted(row.record)}"
+            f"{row.place}: a part of type {parts[0]['type']!r} has no image; name the field with the images by "
+            f"image_key, there are {sorted(row.record)}"
         )
     return named, row.stored
 
@@ -325,13 +320,13 @@ def _answer(row: Row, data: PromptFields) -> str | None:
         return None
     verl = data.answer_key == "answer" and not row.has("answer") and row.has(_VERL_ANSWER)
     key = _VERL_ANSWER if verl else data.answer_key
-    value = row.value(key, "answer_key (None where there are no answers)")
+    value = row.value(key, "answer_key (None if there are no answers)")
     if isinstance(value, bool | list | Mapping):
         raise Refusal(
             f"{row.place}: {key!r} is {value!r:.60}, and an answer is one text or number; write one, or set "
             "answer_key=None and have a reward function read the record's field"
         )
-    return row.text(key, "answer_key (None where there are no answers)", "; where there are none, set answer_key=None")
+    return row.text(key, "answer_key (None if there are no answers)", "; if there are no answers, set answer_key=None")
 
 
 def _solutions(row: Row, data: PromptFields, prompt: str | Messages) -> tuple[Any, tuple[str, ...]]:

@@ -17,7 +17,7 @@ from jaxrlhf.data.arithmetic import lexicon
 
 _PROBE = "Tom has 12 apples (3 red).\n12-3=9\n#### 9"
 _PROBES = (_PROBE, "if a:\n\n\t\tb  # c\r\n    d\n\n\n", "Ça va? 你好, №3 — it's 1_000 e\u0301")
-"""Texts on which two tokenizers are compared: different tokenizers give different ids."""
+"""Texts to compare two tokenizers: different tokenizers give different ids."""
 
 _PAD, _BOS, _EOS = "<|pad|>", "<|bos|>", "<|eos|>"
 _SPECIAL = (_PAD, _BOS, _EOS, "<|system|>", "<|user|>", "<|assistant|>")
@@ -50,10 +50,10 @@ _PIECE_TOKENS = 8
 
 
 def _letters_of_bytes() -> list[str]:
-    """Return the letter by which a byte-level vocabulary writes each byte: its own if visible, else one from 256 on."""
-    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    """Return the letter by which a byte-level vocabulary writes each byte; from U+0100 on for invisible characters."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = iter(range(256, 512))
-    return [chr(byte) if byte in seen else chr(next(others)) for byte in range(256)]
+    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
 
 
 _LETTER_OF_BYTE = _letters_of_bytes()
@@ -81,12 +81,12 @@ def load_tokenizer(path: str | None, *, vision: bool = False) -> PreTrainedToken
     except Exception as error:  # the package tokenizers raises plain Exception for an unreadable file
         if "custom code" in str(error):
             raise Refusal(
-                f"the tokenizer of {path!r} is Python code, which is not run here; where you trust its author, load it "
-                "by transformers with trust_remote_code=True and give the folder that its save_pretrained writes"
+                f"the tokenizer of {path!r} is Python code, which is not run here; if you trust its author, load it by "
+                "transformers with trust_remote_code=True, and give the folder that its save_pretrained writes"
             ) from error
-        there = sorted(file.name for file in Path(path).iterdir())[:8] if Path(path).is_dir() else None
-        reason = reason_of(error) if there is None else f"it holds {', '.join(there) or 'nothing'}"
-        if there and "tokenizer.json" in there:
+        files = sorted(file.name for file in Path(path).iterdir())[:8] if Path(path).is_dir() else None
+        reason = reason_of(error) if files is None else f"it contains {', '.join(files) or 'nothing'}"
+        if files and "tokenizer.json" in files:
             reason = f"its tokenizer.json: {reason_of(error)}"
         raise Refusal(
             f"no tokenizer could be loaded from {path!r} ({reason}); give a directory with "
@@ -98,7 +98,7 @@ def load_tokenizer(path: str | None, *, vision: bool = False) -> PreTrainedToken
 
 
 def misread(directory: str | Path) -> str | None:
-    """Return a warning for users of a checkpoint whose tokenizer `AutoTokenizer` loads wrongly; None if it is right.
+    """Return a warning if `AutoTokenizer` loads the tokenizer of a checkpoint wrongly; None if it loads it correctly.
 
     For some models, including Qwen2, transformers builds the model family's tokenizer from the vocabulary and ignores
     the other settings in the tokenizer's files.
@@ -108,7 +108,7 @@ def misread(directory: str | Path) -> str | None:
     ids = load_tokenizer(str(directory)).encode(_PROBE)
     try:
         found = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        wrong = None if found.encode(_PROBE) == ids else f"makes a {type(found).__name__} with other ids of it"
+        wrong = None if found.encode(_PROBE) == ids else f"makes a {type(found).__name__} with other ids"
     except Exception as error:  # the family's tokenizer class may fail in any way on these files
         wrong = f"cannot load it ({reason_of(error)})"
     advice = f"load it with transformers.PreTrainedTokenizerFast.from_pretrained({str(directory)!r})"
@@ -160,8 +160,8 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str
 class TokenBytes:
     """Bytes of single tokens; the bytes of a text's tokens, joined, are the bytes of the text.
 
-    A tokenizer's decoder cannot be used token by token: for an incomplete character or run of byte tokens it writes
-    U+FFFD in the place of valid bytes, too.
+    A tokenizer's decoder cannot be used token by token: for an incomplete character or run of byte tokens the decoder
+    also replaces valid bytes by U+FFFD.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -212,8 +212,8 @@ class TokenBytes:
             return self._added[token]
         name = self.name(token)
         if self._byte_level:
-            own = [_BYTE_OF_LETTER.get(letter) for letter in name]
-            return name.encode() if None in own else bytes(byte for byte in own if byte is not None)
+            found = [_BYTE_OF_LETTER.get(letter) for letter in name]
+            return name.encode() if None in found else bytes(byte for byte in found if byte is not None)
         if _BYTE_TOKEN.fullmatch(name) and self._decode([token]) != name:
             return bytes.fromhex(name[3:5])
         if first or self._before is None:
@@ -267,7 +267,7 @@ def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> 
     """Return the text that each token adds; a character belongs to the token that completes its bytes."""
     pieces: list[str] = []
     first = read = 0
-    whole = [0]  # token indices between characters: a window that starts within a character garbles the text after it
+    starts = [0]  # token indices between characters, because a window that starts inside a character changes the text
     for end in range(1, len(tokens) + 1):
         # Decode with a few tokens before it, because a tokenizer may decode the first token of a text differently.
         before, text = decode(tokens[first:read]), decode(tokens[first:end])
@@ -276,17 +276,16 @@ def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> 
             continue
         pieces.append(text[len(before) :])
         read = end
-        recent = [place for place in whole if place > end - 2 * _PIECE_TOKENS]
-        # After bytes that are no character, the window starts anew.
-        whole = [end] if text.endswith("\ufffd") else [*recent, end]
-        first = next((place for place in reversed(whole) if place <= end - _PIECE_TOKENS), whole[0])
+        recent = [place for place in starts if place > end - 2 * _PIECE_TOKENS]
+        starts = [end] if text.endswith("\ufffd") else [*recent, end]  # a new window after bytes that are no character
+        first = next((place for place in reversed(starts) if place <= end - _PIECE_TOKENS), starts[0])
     return pieces
 
 
 def _check(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     if tokenizer.eos_token_id is None:
         raise Refusal(
-            f"the tokenizer of {path!r} has no end-of-sequence token, so no response could end; "
+            f"the tokenizer of {path!r} has no end-of-sequence token, so responses cannot end; "
             'set "eos_token" in its tokenizer_config.json'
         )
     ids = tokenizer.encode(_PROBE, add_special_tokens=False)
@@ -294,16 +293,16 @@ def _check(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     if text != _PROBE:
         raise Refusal(f"the tokenizer of {path!r} turns {_PROBE!r} into {text!r}; check its tokenizer.json")
     file = Path(path) / "tokenizer.json"
-    if file.is_file() and _own_ids(file) != [tokenizer.encode(one, add_special_tokens=False) for one in _PROBES]:
+    if file.is_file() and _ids_by_file(file) != [tokenizer.encode(one, add_special_tokens=False) for one in _PROBES]:
         raise Refusal(
-            f"{type(tokenizer).__name__}, loaded from {path!r}, gives other ids than the tokenizer.json there; "
+            f"{type(tokenizer).__name__}, loaded from {path!r}, gives other ids than the tokenizer.json of the folder; "
             'set "tokenizer_class" in its tokenizer_config.json to "PreTrainedTokenizerFast"'
         )
 
 
-def _own_ids(file: Path) -> list[list[int]]:
-    """Return the probes' ids by a tokenizer.json alone, without the padding and truncation that earlier calls saved."""
-    own = Tokenizer.from_file(str(file))
-    own.no_padding()
-    own.no_truncation()
-    return [own.encode(probe, add_special_tokens=False).ids for probe in _PROBES]
+def _ids_by_file(file: Path) -> list[list[int]]:
+    """Return the ids of the probes by a tokenizer.json alone, without the padding and truncation that it declares."""
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return [tokenizer.encode(probe, add_special_tokens=False).ids for probe in _PROBES]

@@ -74,7 +74,7 @@ class ServedModel:
         if not variables:
             return self.form
         for name in variables:
-            if name in _SERVER_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", self.form.template.source):
+            if name in _SERVER_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", self.form.template.form.source):
                 raise unsupported(
                     f"the chat template of {self.name} has no variable {name!r} to set; leave it out", name
                 )

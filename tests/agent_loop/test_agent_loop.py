@@ -315,7 +315,9 @@ def test_invalid_tool_schemas_fail_only_their_episode(loop, engine, monkeypatch)
 
 def test_a_rewritten_history_that_is_too_long_is_not_a_row(loop, engine, monkeypatch):
     def rewrites(conversation, _):
-        conversation._streams.append(replace(conversation._streams[0], tokens=[7] * (PROMPT + RESPONSE + 1), drawn=[]))
+        conversation._streams.append(
+            replace(conversation._streams[0], tokens=[7] * (PROMPT + RESPONSE + 1), sampled=[])
+        )
 
     monkeypatch.setattr(ChatFormat, "keeps", lambda *_, **__: False)
     monkeypatch.setattr(Conversation, "_follow", rewrites)

@@ -1,4 +1,4 @@
-"""Chat templates and tokenizers that no conversation can be held with, and transformers' own parsing of replies."""
+"""Chat templates and tokenizers that conversations refuse, and response templates of transformers."""
 
 import pytest
 from chat_families import FAMILIES, TEMPLATES, small_tokenizer
@@ -28,7 +28,7 @@ def test_a_template_that_shows_no_replies(refused):
         ChatFormat(with_template("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"))
 
 
-def test_a_tokenizer_that_looks_at_what_is_around(refused):
+def test_a_context_dependent_tokenizer(refused):
     tokenizer = embedded_tokenizer()
     spaces = pre_tokenizers.Metaspace(replacement="#", prepend_scheme="first")
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -38,7 +38,7 @@ def test_a_tokenizer_that_looks_at_what_is_around(refused):
         check_template(ChatFormat(tokenizer), [NOTE])
 
 
-def test_a_template_that_counts_its_turns(refused):
+def test_a_template_that_numbers_its_turns(refused):
     numbered = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + loop.index | string + m.content }}"
         "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -83,7 +83,7 @@ def test_an_answer_without_words():
         assert conversation.observe([{"role": "tool", "content": ""}]) > 0
 
 
-def test_as_many_log_probabilities_as_tokens():
+def test_each_token_needs_a_log_probability():
     conversation = Conversation(ChatFormat(embedded_tokenizer()), USER)
     with pytest.raises(ValueError, match="2 tokens were sampled and 1"):
         conversation.sampled([7, 8], [-1.0])
@@ -110,7 +110,7 @@ RESPONSES = {
 }
 
 
-def test_a_tokenizers_own_response_template_is_asked_first():
+def test_the_response_template_of_a_tokenizer_parses_first():
     tokenizer = embedded_tokenizer()
     tokenizer.response_template = RESPONSES
     chat = ChatFormat(tokenizer)
@@ -126,7 +126,7 @@ def test_a_tokenizers_own_response_template_is_asked_first():
     assert reply.calls == () and [one.kind for one in reply.malformed] == ["structure"]
 
 
-def test_what_stands_in_the_place_of_a_call_may_be_any_json():
+def test_the_content_of_a_call_may_be_any_json():
     tokenizer, calls = embedded_tokenizer(), RESPONSES["fields"]["tool_calls"]
     function = {**calls, "transform": {"type": "function", "function": "{content}"}}
     tokenizer.response_template = {**RESPONSES, "fields": {**RESPONSES["fields"], "tool_calls": function}}
@@ -142,6 +142,8 @@ def test_what_stands_in_the_place_of_a_call_may_be_any_json():
 def test_calls_in_other_forms_than_the_templates_are_the_environments_fault(calls):
     family = FAMILIES["deepseek v3"]
     chat = ChatFormat(small_tokenizer(family.special, family.tags, (TEMPLATES / family.template).read_text()))
-    assert chat.template.arguments_as_text
+    call = {"function": {"name": "note", "arguments": {}}}
+    given = chat.template.form.given({"role": "assistant", "tool_calls": [call]})
+    assert given["tool_calls"][0]["function"]["arguments"] == "{}"
     with pytest.raises(EnvironmentFailure, match="the chat template refuses"):
         Conversation(chat, [*USER, {"role": "assistant", "content": "", "tool_calls": calls}, *USER])

@@ -1,4 +1,4 @@
-"""A conversation over the embedded tokenizer: what is sampled, what is inserted, what is trained."""
+"""Conversations with the embedded tokenizer: sampled, inserted and trained tokens."""
 
 import threading
 
@@ -35,7 +35,7 @@ def say(conversation, text, *, ended=True, version=0):
     return conversation.sampled(ids, [-0.5] * len(ids), version), ids
 
 
-def test_a_call_its_answer_and_what_is_trained(chat, tokenizer):
+def test_a_call_an_answer_and_the_training_mask(chat, tokenizer):
     conversation = Conversation(chat, ASKED, [CALCULATOR])
     first = conversation.prompt
     reply, drawn = say(conversation, "<<47*86>>", version=3)
@@ -67,7 +67,7 @@ def test_an_end_of_turn_in_an_answer_is_text(chat, tokenizer):
 
 
 @pytest.mark.parametrize("most", [4, 20, 60])
-def test_a_long_answer_is_cut_and_says_so(chat, tokenizer, most):
+def test_a_long_answer_is_truncated_with_a_notice(chat, tokenizer, most):
     conversation = Conversation(chat, ASKED, [CALCULATOR])
     say(conversation, "<<1>>")
     before = conversation.prompt
@@ -78,7 +78,7 @@ def test_a_long_answer_is_cut_and_says_so(chat, tokenizer, most):
     assert "tokens left out" in told or most < 60
 
 
-def test_where_not_even_the_template_fits_nothing_is_inserted(chat):
+def test_nothing_is_inserted_if_the_template_does_not_fit(chat):
     conversation = Conversation(chat, ASKED, [CALCULATOR])
     say(conversation, "<<1>>")
     before = conversation.prompt, list(conversation.messages)
@@ -86,7 +86,7 @@ def test_where_not_even_the_template_fits_nothing_is_inserted(chat):
     assert (conversation.prompt, conversation.messages) == before
 
 
-def test_a_cut_turn_is_closed_by_a_token_that_is_not_trained(chat, tokenizer):
+def test_a_truncated_turn_is_closed_by_a_token_that_is_not_trained(chat, tokenizer):
     conversation = Conversation(chat, ASKED, cut_turns="close")
     reply, drawn = say(conversation, "so it is", ended=False)
     assert not reply.ended
@@ -94,19 +94,19 @@ def test_a_cut_turn_is_closed_by_a_token_that_is_not_trained(chat, tokenizer):
     [row] = conversation.sequences()
     assert tokenizer.decode(row.tokens).endswith("so it is<|eos|><|user|>Go on.<|assistant|>")
     assert sum(row.mask) == len(drawn)
-    with pytest.raises(ValueError, match="was cut"):
+    with pytest.raises(ValueError, match="was truncated"):
         ended = Conversation(chat, ASKED)
         say(ended, "so", ended=False)
         ended.observe([{"role": "user", "content": "Go on."}])
 
 
-def test_known_prompt_tokens_are_taken_as_they_are(chat):
+def test_given_prompt_tokens_are_used(chat):
     conversation = Conversation(chat, ASKED, prompt_tokens=(1, 2, 3))
     assert conversation.prompt == (1, 2, 3)
 
 
 def test_threads_that_write_chats_at_once_do_not_change_each_others_tokens():
-    """A message that spells a control token is encoded in another way than one that does not."""
+    """Messages that spell control tokens are encoded differently from other messages."""
     form = ChatFormat(embedded_tokenizer())
     chats = [[{"role": "user", "content": text * 40}] for text in ("Tom <|assistant|> has ", "Tom has 12 ")]
     expected, found = [form.prompt(chat) for chat in chats], [set(), set()]
@@ -123,7 +123,7 @@ def test_threads_that_write_chats_at_once_do_not_change_each_others_tokens():
     assert found == [{tokens} for tokens in expected]
 
 
-def test_lists_of_tools_that_never_come_again_are_forgotten(chat, monkeypatch):
+def test_the_cache_of_tool_lists_is_limited(chat, monkeypatch):
     monkeypatch.setattr("jaxrlhf.conversations.reply_parser._KEPT", 2)
     for number in range(5):
         tool = {"type": "function", "function": {"name": f"tool{number}"}}

@@ -1,4 +1,4 @@
-"""Replies that were misread in the field, and others of their kinds: reasoning, content and calls by hand."""
+"""Replies that were parsed wrongly in use, and similar ones: reasoning, content and calls written by hand."""
 
 from functools import cache
 
@@ -75,7 +75,7 @@ def test_the_first_end_ends_reasoning(name, drawn):
         ("gemma 3", "", "1 < 2"),
     ],
 )
-def test_tags_that_open_no_reasoning_are_words(name, opening, text):
+def test_tags_that_open_no_reasoning_are_content(name, opening, text):
     reply = read(name, text, opening=opening)
     assert (reply.reasoning, reply.content, reply.reasoned) == ("", text, False)
 
@@ -136,7 +136,7 @@ def test_an_answer_in_brackets_is_an_answer(name, tools):
     assert words(of_form(name, text, tools)) == ("", text, [])
 
 
-def test_without_tools_an_example_of_a_call_is_words():
+def test_without_tools_a_call_is_content():
     text = "To call a tool the model writes <tool_call>JSON</tool_call>."
     assert words(read("qwen3", text)) == ("", text, [])
     assert words(read("qwen3", '<tool_call>{"name": "f"}</tool_call>', F)) == ("", "", [("f", {})])
@@ -223,7 +223,7 @@ def test_a_value_may_spell_the_tags_of_its_form(write, name, value):
     assert reply.content == "Well. \nDone."
 
 
-def test_a_call_behind_one_that_is_broken_is_read():
+def test_a_call_after_a_broken_call_is_parsed():
     for name, broken, good in (
         ("qwen xml", "<tool_call>no</tool_call>", xml("a")),
         ("qwen xml", "<tool_call>\n<function=echo>\n<parameter=text>\na\n</function>\n</tool_call>", xml("a")),
@@ -245,7 +245,7 @@ def test_a_call_behind_one_that_is_broken_is_read():
         assert reply.content == broken + " "
 
 
-def test_words_between_parameters_are_no_value():
+def test_text_between_parameters_is_an_error():
     text = xml("1").replace("</parameter>\n<parameter=other>", "</parameter> so <parameter=other>")
     reply = of_form("qwen xml", text, ECHO)
     assert [one.kind for one in reply.malformed] == ["structure"] and reply.content == text
@@ -270,7 +270,7 @@ WRITE = [tool("write", text="string"), tool("memory_get", **{"from": "integer", 
         ("[write(text='''a\nb''')]", [("write", {"text": "a\nb"})]),
     ],
 )
-def test_calls_in_python_have_line_breaks_and_words_of_python(text, calls):
+def test_calls_in_python_may_have_line_breaks_and_keywords(text, calls):
     reply = read("lfm2", f"<|tool_call_start|>{text}<|tool_call_end|>", WRITE)
     assert (*words(reply), reply.malformed) == ("", "", calls, ())
 
@@ -285,7 +285,7 @@ def test_calls_in_python_have_line_breaks_and_words_of_python(text, calls):
         ('[write(text="a"), write(text="b")]', [("write", {"text": "a"}), ("write", {"text": "b"})]),
     ],
 )
-def test_a_block_of_python_is_read_as_a_whole(code, calls):
+def test_a_block_of_python_is_parsed_as_one_program(code, calls):
     reply = read("gemma 3", f"So.\n```tool_code\n{code}\n```", WRITE)
     assert (*words(reply), reply.malformed) == ("", "So.", calls, ())
 
@@ -321,7 +321,7 @@ GREP = [tool("grep", pattern="string"), tool("a", text="string")]
         ('[TOOL_CALLS][{"name":"a","arguments":{}}]', "", [("a", {})]),
     ],
 )
-def test_what_stands_behind_a_call_of_mistral_is_content(text, content, calls):
+def test_text_after_a_call_of_mistral_is_content(text, content, calls):
     reply = of_form("mistral with names", text, GREP)
     assert (*words(reply), reply.malformed) == ("", content, calls, ())
 
@@ -381,7 +381,7 @@ def test_a_call_that_cannot_be_made_is_shown_without_the_reasoning(name, text, c
     ],
 )
 @pytest.mark.parametrize("tools", [(), F], ids=["plain", "tools"])
-def test_a_header_is_no_words(text, reasoning, content, tools):
+def test_a_header_is_not_content(text, reasoning, content, tools):
     assert words(read("gpt-oss", text, tools)) == (reasoning, content, [])
 
 

@@ -1,4 +1,4 @@
-"""Histories of episodes that were wrong in the field: calls that cannot be made, empty thinking, ids of calls."""
+"""Histories of episodes that were wrong in use: malformed calls, empty thinking, ids of calls."""
 
 import pytest
 from chat_families import small_tokenizer
@@ -29,7 +29,7 @@ def test_a_call_that_cannot_be_made_stays_in_the_history():
 @pytest.mark.parametrize(
     ("thought", "sequences"), [("<think>\n\n</think>\n\n", 2), ("<think>\nHm.\n</think>\n\n", 2), ("", 1)]
 )
-def test_thinking_that_is_empty_is_dropped_as_thinking_with_words_is(thought, sequences):
+def test_empty_thinking_is_dropped_like_other_thinking(thought, sequences):
     conversation = Conversation(format_of("qwen3"), ASKED, history="as_templated")
     say(conversation, f"{thought}So.<|im_end|>")
     conversation.observe([{"role": "user", "content": "Well?"}])
@@ -44,7 +44,7 @@ def test_an_answer_in_json_ends_an_episode():
     assert (reply.calls, reply.malformed, reply.ended) == ((), (), True)
 
 
-def test_a_tool_answers_the_id_that_was_drawn():
+def test_a_tool_answers_the_sampled_id():
     form = FORMS["kimi k2"]
     template = (
         "{% for m in messages %}{{ m.role + ':' }}{% if m.tool_call_id %}{{ m.tool_call_id + '=' }}{% endif %}"

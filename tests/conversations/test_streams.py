@@ -1,4 +1,4 @@
-"""A stream says what the whole reply says: for every family, at every grouping of tokens, whatever is drawn."""
+"""Streamed replies equal whole replies: for every family, grouping of tokens and sampled reply."""
 
 import random
 import time
@@ -42,7 +42,7 @@ NAMES = [*FAMILIES, *(f"form {name}" for name in FORMS), "embedded"]
 
 
 def groups(tokens, draw, most):
-    """The tokens in groups of random lengths."""
+    """Split tokens into groups of random lengths."""
     at = 0
     while at < len(tokens):
         size = draw.randint(1, most)
@@ -51,7 +51,7 @@ def groups(tokens, draw, most):
 
 
 def streamed(form, tokens, tools, opening, stops, stop, parts):
-    """Reasoning and content that a stream says, in all."""
+    """Return all reasoning and content of a stream."""
     stream = ReplyStream(form, tools, opening, stops)
     said = {"reasoning": "", "content": ""}
     made = [stream.add(part) for part in parts]
@@ -63,7 +63,7 @@ def streamed(form, tokens, tools, opening, stops, stop, parts):
 
 
 def reply_of(name, form, draw):
-    """Tokens of a reply: pieces of all families' forms, calls of its own, and some tokens at random."""
+    """Sample a reply: pieces of all families' forms, calls of the family, and random tokens."""
     family = name.removeprefix("form ")
     own = [FORMS[family].write([("note", arguments(draw))])] if family in FORMS else []
     own += [FAMILIES[family].call] if family in FAMILIES else []
@@ -79,18 +79,18 @@ def reply_of(name, form, draw):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_stream_says_what_the_whole_reply_says(name):
+def test_a_stream_equals_the_whole_reply(name):
     check_replies(name, REPLIES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_stream_says_what_the_whole_reply_says_at_length(name):
+def test_a_stream_equals_the_whole_reply_at_length(name):
     check_replies(name, MORE_REPLIES)
 
 
 def check_replies(name, count):
-    """Compare what streams say of random replies with what the whole replies are parsed to."""
+    """Compare streams of random replies with the parsed whole replies."""
     form, draw = formats()[name], random.Random(name)
     known = 0
     for _ in range(count):
@@ -111,7 +111,7 @@ def check_replies(name, count):
     assert known > 5 * count  # what nobody would wait for is said before the end
 
 
-def test_a_call_without_words_holds_back_what_follows():
+def test_a_call_without_text_holds_back_later_text():
     form = formats()["gpt-oss"]
     text = "<|channel|>commentary to=functions.note<|message|><|end|><|start|>assistant<|channel|>final<|message|>So."
     tokens = form.tokenizer.encode(text, add_special_tokens=False)
@@ -123,7 +123,7 @@ def test_a_call_without_words_holds_back_what_follows():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("text", ["\n", "<", " a\n"], ids=["lines", "tags", "words"])
-def test_an_event_costs_what_it_adds(name, text):
+def test_the_time_of_an_event_depends_on_its_tokens(name, text):
     form = formats()[name]
     stream = ReplyStream(form, TOOLS, "", STOPS)
     tokens = form.tokenizer.encode(text, add_special_tokens=False)
@@ -144,7 +144,7 @@ ADD = {
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "glm 4.5", "deepseek v3", "gemma 4"])
 def test_a_call_in_reasoning_that_has_no_end_is_not_made(name):
-    """The policy thinks of a call there, and has not said so; the reply has neither calls nor an answer."""
+    """The call is part of the reasoning, so the reply has neither calls nor content."""
     form, call = formats()[name], FAMILIES[name].call
     begin, end = ("<|channel>thought\n", "<channel|>") if name == "gemma 4" else ("<think>\n", "\n</think>\n\n")
     for opening, text in (("", begin + "I add. " + call), (begin, "I add. " + call), (begin, call)):

@@ -1,4 +1,4 @@
-"""Conversations over published chat templates: every token that was drawn stays, and what is between is the template's.
+"""Conversations with published chat templates: sampled tokens stay, and the template's tokens are between them.
 
 Expected texts are written by hand from the families' published forms; whole chats come from transformers.
 """
@@ -59,7 +59,7 @@ BETWEEN = {
     ),
     "mistral": ('[TOOL_RESULTS]{"content": "3", "call_id": "call00000"}[/TOOL_RESULTS]', "[INST]Well?[/INST]"),
 }
-"""Text after the end of a turn that called, and after one that did not."""
+"""Text after the end of a turn with a call, and of a turn without one."""
 
 OPENS_THOUGHT = {"qwen3.5", "deepseek v3"}
 NAMES = sorted(FAMILIES)
@@ -86,7 +86,7 @@ def words(name, text="It is 3."):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_given_and_drawn_is_the_stream(name):
+def test_the_stream_is_given_and_sampled_tokens(name):
     chat = format_of(name)
     conversation = Conversation(chat, ASKED, [ADD])
     stream = list(conversation.prompt)
@@ -117,7 +117,7 @@ KEEP = ["qwen2.5", "qwen3", "llama 3.1", "gemma 3", "phi 3.5", "lfm2", "mistral"
 
 @pytest.mark.parametrize("name", KEEP)
 @pytest.mark.parametrize("turns", [1, 3])
-def test_turn_by_turn_is_the_chat_at_once_where_the_template_keeps_history(name, turns):
+def test_turn_by_turn_equals_the_whole_chat_if_the_template_keeps_history(name, turns):
     conversation = Conversation(format_of(name), ASKED, [ADD])
     chat = list(ASKED)
     for turn in range(turns):
@@ -130,7 +130,7 @@ def test_turn_by_turn_is_the_chat_at_once_where_the_template_keeps_history(name,
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama 3.1", "gemma 4", "mistral"])
-def test_calls_turn_by_turn_are_the_chat_at_once(name):
+def test_calls_turn_by_turn_equal_the_whole_chat(name):
     conversation = Conversation(format_of(name), ASKED, [ADD])
     say(conversation, call(name))
     conversation.observe([ANSWER])
@@ -167,7 +167,7 @@ def test_halves_of_characters_in_tools_are_question_marks():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_default_system_prompt_does_not_come_again(name):
+def test_a_default_system_prompt_is_not_repeated(name):
     conversation = Conversation(format_of(name), [MORE], [ADD])
     say(conversation, words(name))
     before = len(conversation.prompt)
@@ -177,7 +177,7 @@ def test_a_default_system_prompt_does_not_come_again(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cut_turn_is_closed(name):
+def test_a_truncated_turn_is_closed(name):
     family, chat = FAMILIES[name], format_of(name)
     conversation = Conversation(chat, ASKED, cut_turns="close")
     reply, drawn = say(conversation, "It is")
@@ -192,7 +192,7 @@ def test_a_cut_turn_is_closed(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cut_call_of_a_tool_is_closed(name):
+def test_a_truncated_call_is_closed(name):
     family, chat = FAMILIES[name], format_of(name)
     conversation = Conversation(chat, ASKED, [ADD], cut_turns="close")
     say(conversation, call(name).removesuffix(family.ends[1]))
@@ -251,7 +251,7 @@ def test_a_turn_costs_the_same_however_long_the_episode_is(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_check_finds(name):
+def test_facts_about_templates(name):
     facts = check_template(format_of(name), [ADD])
     assert set(FAMILIES[name].ends) <= set(facts.stop_tokens)
     assert facts.shows_tools == (name not in ("gemma 3", "phi 3.5", "deepseek v3"))
@@ -268,7 +268,7 @@ def test_what_the_check_finds(name):
 THOUGHT = "<think>\nOne and two.\n</think>\n\n"
 
 
-def test_where_the_template_drops_reasoning_a_further_sequence_begins():
+def test_dropped_reasoning_starts_a_further_sequence():
     tokenizer = tokenizer_of("qwen3")
     conversation = Conversation(format_of("qwen3"), ASKED, [ADD], history="as_templated")
     say(conversation, THOUGHT + call("qwen3"))
@@ -288,7 +288,7 @@ def test_where_the_template_drops_reasoning_a_further_sequence_begins():
     assert len(conversation.sequences()) == 2
 
 
-def test_where_all_is_kept_there_is_one_sequence():
+def test_kept_history_is_one_sequence():
     conversation = Conversation(format_of("qwen2.5"), ASKED, [ADD], history="as_templated")
     for _ in range(3):
         say(conversation, call("qwen2.5"))

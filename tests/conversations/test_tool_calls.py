@@ -1,4 +1,4 @@
-"""Replies with tool calls in each family's form: read as they were meant, and never an exception."""
+"""Replies with tool calls in each family's form: parsed correctly, and without exceptions."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from jaxrlhf.episode import MalformedCall, Reply, ToolCall
 
 TOOLS = [NOTE, NOW]
 GOOD, BAD, ANY = 40, 8, 30
-"""Replies that are drawn of each form, of each fault in it, and of any tokens: more than 100 of a family."""
+"""Number of sampled replies of each form, each fault and random tokens: more than 100 for a family."""
 
 
 @cache
@@ -33,7 +33,7 @@ def read(parser, tokens, tools=TOOLS, opening=""):
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))
-def test_good_calls_are_read_as_they_were_written(name):
+def test_well_formed_calls_are_parsed(name):
     form, draw = FORMS[name], random.Random(name)
     tokenizer, parser = parser_of(form)
     assert parser.family == form.family
@@ -64,7 +64,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", sorted(FORMS))
 @pytest.mark.parametrize("fault", sorted(FAULTS))
-def test_a_call_that_does_not_fit_is_said_to(name, fault):
+def test_a_call_that_does_not_fit_is_malformed(name, fault):
     form, draw = FORMS[name], random.Random(name + fault)
     tokenizer, parser = parser_of(form)
     change, kind, word = FAULTS[fault]
@@ -86,7 +86,7 @@ def test_a_call_that_does_not_end_has_no_structure(name):
 
 
 @pytest.mark.parametrize("name", sorted(name for name, form in FORMS.items() if form.tags or len(form.special) > 1))
-def test_letters_that_spell_a_tag_call_nothing(name):
+def test_letters_that_spell_a_tag_are_no_call(name):
     form = FORMS[name]
     if name in ("gemma 3", "llama 3", "llama 4"):  # forms without tags, in letters alone
         return
@@ -108,14 +108,14 @@ CIRCLES = {
 
 
 @pytest.mark.parametrize("family", CIRCLES, ids=lambda family: family.__name__.rpartition(".")[2])
-def test_a_policy_that_goes_round_in_circles_makes_a_reply_at_once(family):
+def test_endless_repetition_is_parsed_in_linear_time(family):
     start = time.perf_counter()
     written = family.find(CIRCLES[family], str, ["note"])
     assert time.perf_counter() - start < 1.0
     assert [type(call) for call in written.calls] == [str]
 
 
-def test_parameters_without_an_end_make_a_reply_at_once():
+def test_parameters_without_an_end_are_parsed_in_linear_time():
     start = time.perf_counter()
     call = '<invoke name="note">' + '<parameter name="a">' * 20_000 + "</invoke>"
     written = minimax.find(f"<minimax:tool_call>{call}</minimax:tool_call>", str, ["note"])
@@ -124,7 +124,7 @@ def test_parameters_without_an_end_make_a_reply_at_once():
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))
-def test_any_tokens_make_a_reply(name):
+def test_any_tokens_are_parsed(name):
     form, draw = FORMS[name], random.Random(name)
     tokenizer, parser = parser_of(form)
     own = list(tokenizer.added_tokens_decoder)
@@ -145,7 +145,7 @@ def test_any_tokens_make_a_reply(name):
 
 @pytest.mark.parametrize("name", sorted(FORMS))
 @pytest.mark.parametrize("depth", [300, 3000])
-def test_values_that_lie_deep_make_a_reply(name, depth):
+def test_deeply_nested_values_are_parsed(name, depth):
     form = FORMS[name]
     tokenizer, parser = parser_of(form)
     text = form.write([("note", {"text": "a", "extra": {"k": 123456789}})])
@@ -154,7 +154,7 @@ def test_values_that_lie_deep_make_a_reply(name, depth):
         assert len(reply.calls) + len(reply.malformed) >= 1
 
 
-def test_an_escape_that_python_does_not_know_is_its_letters():
+def test_an_unknown_escape_stays_unchanged():
     tokenizer, parser = parser_of(FORMS["lfm2"])
     text = r"<|tool_call_start|>[note(text='C:\d')]<|tool_call_end|>"
     [call] = read(parser, tokenizer.encode(text, add_special_tokens=False)).calls
@@ -162,14 +162,14 @@ def test_an_escape_that_python_does_not_know_is_its_letters():
 
 
 @pytest.mark.parametrize("name", ["deepseek v3", "deepseek v3.1"])
-def test_a_text_in_a_call_of_deepseek_may_hold_a_block(name):
+def test_a_string_in_a_call_of_deepseek_may_contain_a_block(name):
     tokenizer, parser = parser_of(FORMS[name])
     text = FORMS[name].write([("note", {"text": "```sh\nls\n```"})])
     [call] = read(parser, tokenizer.encode(text, add_special_tokens=False)).calls
     assert call.arguments == {"text": "```sh\nls\n```"}
 
 
-def test_what_is_wrong_with_a_call_is_said_without_marks():
+def test_errors_of_calls_have_no_marks():
     tokenizer, parser = parser_of(FORMS["qwen xml"])
     text = "<tool_call><function=note><s></function></tool_call>"
     [wrong] = read(parser, tokenizer.encode(text, add_special_tokens=False)).malformed
@@ -177,7 +177,7 @@ def test_what_is_wrong_with_a_call_is_said_without_marks():
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))
-def test_calls_in_reasoning_are_none(name):
+def test_calls_in_reasoning_are_ignored(name):
     form = FORMS[name]
     tokenizer, parser = parser_of(form)
     call = form.write([("note", {"text": "a"})])
@@ -229,7 +229,7 @@ def test_calls_of_the_embedded_tokenizer(text, tools, calls, malformed):
     assert [one.kind for one in reply.malformed] == malformed
 
 
-def test_arguments_go_by_the_order_of_the_properties_of_this_tool():
+def test_positional_arguments_follow_the_order_of_properties():
     tokenizer = embedded_tokenizer()
     parser, tokens = ReplyParser(tokenizer, tokenizer.chat_template), tokenizer.encode("<<1, 2>>")
     turned = json.loads(json.dumps(TWO[:1]))
@@ -272,7 +272,7 @@ def tool_with(**schema):
         ({}, "5", True, "5"),
     ],
 )
-def test_a_value_with_one_reading_is_taken_so(schema, given, typed, meant):
+def test_a_value_with_one_reading_is_converted(schema, given, typed, meant):
     call = Signatures(tool_with(**schema)).check(WrittenCall("f", {"x": given}, typed))
     assert call == ToolCall("f", {"x": meant}) and type(call.arguments["x"]) is type(meant)
 
@@ -305,11 +305,11 @@ def test_a_property_may_be_called_nullable():
 
 @pytest.mark.parametrize("value", ["1j", "b'a'", "{1, 2}", "...", "1e999", "{1: 2}", "{(1,): 2}", "[[1j]]"])
 @pytest.mark.parametrize("schema", [{}, {"type": "number", "minimum": 0}], ids=["any", "number"])
-def test_a_value_that_json_has_not_is_malformed(schema, value):
+def test_a_value_outside_of_json_is_malformed(schema, value):
     tokenizer, parser = parser_of(FORMS["lfm2"])
     text = f"<|tool_call_start|>[f(x={value})]<|tool_call_end|>"
     [wrong] = read(parser, tokenizer.encode(text, add_special_tokens=False), tool_with(**schema)).malformed
-    assert wrong.kind == "arguments" and "what JSON can hold" in wrong.detail
+    assert wrong.kind == "arguments" and "must be JSON values" in wrong.detail
 
 
 def test_a_tuple_is_a_list():
@@ -330,7 +330,7 @@ def test_arguments_that_are_no_object(given):
     assert isinstance(call, MalformedCall) and call.kind == "arguments"
 
 
-def test_arguments_written_twice_as_json_are_read_once_more():
+def test_arguments_in_json_text_are_parsed():
     assert Signatures(tool_with(type="integer")).check(WrittenCall("f", '{"x": 1}')) == ToolCall("f", {"x": 1})
 
 
@@ -340,11 +340,11 @@ def test_arguments_written_twice_as_json_are_read_once_more():
         (tool_with(type="integer") * 2, "two tools have the name 'f'"),
         (tool_with(type="word"), "no JSON schema"),
         (tool_with(**{"$ref": "https://example.org/x.json"}), "refer to another document"),
-        (tool_with(**{"$ref": "#/$defs/absent"}), "refer to '#/\\$defs/absent', and it is not there"),
+        (tool_with(**{"$ref": "#/$defs/absent"}), "refer to '#/\\$defs/absent', which does not exist"),
         ([{"type": "function", "function": {"name": "f", "parameters": 5}}], "no JSON schema of an object: 5"),
         ([{"type": "function", "function": {}}], "has no name"),
     ],
 )
-def test_tools_that_cannot_be_right(tools, words):
+def test_wrong_tool_schemas_are_refused(tools, words):
     with pytest.raises(Refusal, match=words):
         Signatures(tools)

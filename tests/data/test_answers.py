@@ -1,4 +1,4 @@
-"""Answers that are learned: as each family's chat template writes them, up to the token that ends the turn."""
+"""Tokens of learned answers: as the chat template of each family writes them, up to the end of the turn."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from chat_families import FAMILIES, TEMPLATES, small_tokenizer, tokenizer_of
 
 from jaxrlhf.agent_loop.prompts import EpisodePrompts
-from jaxrlhf.config import PairFile, PromptFile, Refusal
+from jaxrlhf.config import Environment, PairFile, PromptFile, Refusal
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 
@@ -23,7 +23,7 @@ LEARNED = {
     "lfm2": "Hello<|im_end|>",
     "mistral": "Hello</s>",
 }
-"""Text that is learned of `Hello`, written by hand from the families' published forms."""
+"""Learned text of the answer `Hello`, written by hand from the published form of each family."""
 
 
 def load(tmp_path, tokenizer, record, **settings):
@@ -69,13 +69,8 @@ def test_what_is_learned_has_the_tokens_of_its_text(tmp_path, name, text):
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "gemma 3", "phi 3.5", "llama 3.1", "gpt-oss", "gemma 4"])
-def test_a_demonstration_is_learned_as_a_text_is(tmp_path, name):
-    form = EpisodePrompts.__new__(EpisodePrompts)
-    from jaxrlhf.conversations import ChatFormat
-
-    form._format = ChatFormat(tokenizer_of(name), FAMILIES[name].settings)
-    said = [{"role": "assistant", "content": "Hello"}]
-    ids, mask = form.demonstrated([{"role": "user", "content": "Hi"}], said, ())
+def test_a_demonstration_has_the_tokens_of_a_text_solution(tmp_path, name):
+    ids, mask = demonstrated(name, [{"role": "assistant", "content": "Hello"}])
     assert str(tokenizer_of(name).decode(ids)) == LEARNED[name] and all(mask)
 
 
@@ -97,7 +92,7 @@ def test_an_answer_is_not_learned_inside_open_thinking(tmp_path):
         ("qwen2.5", "<think>plan</think>Hello", "<think>plan</think>Hello<|im_end|>"),
     ],
 )
-def test_thinking_that_an_answer_brings_is_learned_as_the_template_writes_it(tmp_path, name, text, kept):
+def test_thinking_in_an_answer_is_learned_as_the_template_writes_it(tmp_path, name, text, kept):
     assert learned(tmp_path, name, text) == kept
 
 
@@ -110,7 +105,7 @@ def test_a_template_that_drops_words_is_refused(tmp_path):
         learned(tmp_path, small_tokenizer(family.special, family.tags, short), "Hello there")
 
 
-def test_the_embedded_tokenizers_answers_are_as_they_were(tmp_path):
+def test_the_embedded_tokenizer_keeps_answers_unchanged(tmp_path):
     tokenizer = embedded_tokenizer()
     problem = load(tmp_path, tokenizer, {"prompt": "2+2?", "solution": " It is 4.\n"})
     assert tokenizer.decode(problem.solution_tokens) == " It is 4.\n<|eos|>"
@@ -142,23 +137,24 @@ ADD = {
 }
 
 
-def demonstrated(name, call):
-    from jaxrlhf.conversations import ChatFormat
+def demonstrated(name, solution, tools=()):
+    """Tokens of a solution of messages in an episode, and their mask."""
+    prompts = EpisodePrompts(Environment(factory="nowhere:Game"), tokenizer_of(name))
+    return prompts.demonstrated(solution, tools, place="line 1")
 
-    form = EpisodePrompts.__new__(EpisodePrompts)
-    form._format = ChatFormat(tokenizer_of(name), FAMILIES[name].settings)
-    said = [
+
+def with_call(call):
+    return [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": "3"},
         {"role": "assistant", "content": "So 3."},
     ]
-    return form.demonstrated([{"role": "user", "content": "Hi"}], said, [ADD])
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama 3.1", "gemma 4", "qwen3", "lfm2", "qwen2.5", "gpt-oss"])
 def test_arguments_as_json_text_are_written_as_the_object(name):
-    ids, mask = demonstrated(name, AS_TEXT)
-    assert (ids, mask) == demonstrated(name, CALL)
+    ids, mask = demonstrated(name, with_call(AS_TEXT), [ADD])
+    assert (ids, mask) == demonstrated(name, with_call(CALL), [ADD])
     imitated = tokenizer_of(name).decode([id for id, own in zip(ids, mask, strict=True) if own])
     assert '"{' not in imitated and "{{" not in imitated and "add" in imitated
 
@@ -171,20 +167,45 @@ def test_arguments_as_json_text_are_written_as_the_object(name):
     ],
 )
 def test_calls_that_a_template_does_not_show_are_learned_as_the_policy_writes_them(name, call):
-    ids, mask = demonstrated(name, AS_TEXT)
+    ids, mask = demonstrated(name, with_call(AS_TEXT), [ADD])
     tokenizer = tokenizer_of(name)
     text = str(tokenizer.decode([id for id, own in zip(ids, mask, strict=True) if own]))
     assert text.startswith(call)
     assert text.count("So 3.") == 1
 
 
-def test_arguments_that_are_no_json_are_refused():
+def test_a_demonstration_that_the_template_shortens_is_refused():
+    """Llama 3's template drops words beside calls, so an episode would imitate the call alone."""
+    words = with_call(CALL)
+    words[0]["content"] = "Let me add."
+    assert demonstrated("qwen3", words, [ADD])
+    with pytest.raises(Refusal, match=r"line 1: .*leaves out the words 'Let me add\.'"):
+        demonstrated("llama 3.1", words, [ADD])
+
+
+def test_a_demonstration_follows_the_thinking_that_the_prompt_opens():
+    ids, mask = demonstrated("deepseek v3", [{"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}])
+    assert tokenizer_of("deepseek v3").decode(ids) == "2 and 2\n</think>\n\n4<｜end▁of▁sentence｜>" and all(mask)
+
+
+@pytest.mark.parametrize("arguments", [{"expression": "2*3"}, {}])
+def test_a_call_without_the_name_of_the_only_tool_is_learned(arguments):
+    call = {"type": "function", "function": {"name": "calculator", "arguments": arguments}}
+    prompts = EpisodePrompts(Environment(factory="nowhere:Game"), embedded_tokenizer())
+    solution = [{"role": "assistant", "content": "", "tool_calls": [call]}, *with_call(CALL)[1:]]
+    tool = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
+    ids, mask = prompts.demonstrated(solution, [tool], place="line 1")
+    imitated = embedded_tokenizer().decode([id for id, own in zip(ids, mask, strict=True) if own])
+    assert imitated == f"<<{arguments.get('expression', '')}>><|eos|>So 3.<|eos|>"
+
+
+def test_arguments_that_are_not_json_are_refused():
     broken = {**CALL, "function": {"name": "add", "arguments": '{"a": 1'}}
-    with pytest.raises(Refusal, match="the chat template cannot render a demonstration"):
-        demonstrated("qwen3", broken)
+    with pytest.raises(Refusal, match="line 1: the tokenizer's chat template refuses this answer"):
+        demonstrated("qwen3", with_call(broken), [ADD])
 
 
-def test_a_template_that_passes_texts_through_adds_the_end_alone(tmp_path):
+def test_a_template_that_passes_texts_through_only_adds_eos(tmp_path):
     tokenizer = embedded_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     assert learned(tmp_path, tokenizer, "It is 4.") == "It is 4.<|eos|>"
@@ -201,12 +222,12 @@ def asked(*, call=None, answer=None):
 
 
 @pytest.mark.parametrize("name", ["phi 3.5", "gemma 3"])
-def test_calls_that_a_prompt_would_lose_are_refused(tmp_path, name):
+def test_calls_that_the_template_drops_from_a_prompt_are_refused(tmp_path, name):
     with pytest.raises(Refusal, match="shows no calls of tools"):
         load(tmp_path, tokenizer_of(name), asked(call=CALL))
 
 
-def test_answers_of_tools_that_a_prompt_would_lose_are_refused(tmp_path):
+def test_tool_messages_that_the_template_drops_from_a_prompt_are_refused(tmp_path):
     with pytest.raises(Refusal, match="shows no answers of tools"):
         load(tmp_path, tokenizer_of("phi 3.5"), asked(answer="3"))
 

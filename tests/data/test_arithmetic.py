@@ -1,4 +1,4 @@
-"""Arithmetic word problems: right, distinct, split for good, harder with difficulty."""
+"""Arithmetic word problems: correct, distinct, with fixed splits, and harder with difficulty."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ def records(difficulty, problems=200, seed=0, split="train", **more):
 
 
 def worked_off(solution):
-    """Check a solution line by line without the generator; the final answer."""
+    """Check a solution line by line without the generator; return the final answer."""
     *steps, last = solution.split("\n")
     amount = None
     for step in steps:
@@ -44,7 +44,7 @@ def worked_off(solution):
 
 
 def without_cast(text):
-    """The text without who and what it is about."""
+    """Return the text without names and things."""
     return re.sub(r"\w+", lambda word: "_" if word[0] in NAMES | THINGS | {"She", "He"} else word[0], text)
 
 
@@ -139,9 +139,7 @@ def test_asking_for_more_than_there_is(monkeypatch):
     # Sums of two numbers in [2, 5] up to 9, and the products 2 by 2 to 2 by 4.
     found = []
     for split in SPLITS:
-        with pytest.raises(
-            ValueError, match=f"{split} problems were found at difficulty 1, 100 were asked for"
-        ) as error:
+        with pytest.raises(ValueError, match=f"{split} problems were found at difficulty 1, expected 100") as error:
             records(1, 100, split=split)
         found.append(int(NUMBER.search(str(error.value))[0]))
     assert sum(found) == 15 + 3

@@ -1,4 +1,4 @@
-"""Messages of records: what of an answer is learned, what a prompt ends with, and calls, against TRL and the server."""
+"""Messages of records: learned parts of answers, ends of prompts, and calls, compared with TRL and the server."""
 
 import pytest
 from chat_families import FAMILIES, tokenizer_of
@@ -24,10 +24,10 @@ from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 
 SEEN_BY_ALL = ("qwen2.5", "qwen3", "qwen3.5", "llama 3.1", "gemma 4", "glm 4.5", "gpt-oss", "lfm2", "mistral")
-"""Families whose templates write calls behind the opened turn of the assistant."""
+"""Families whose templates write calls after the opening of the assistant's turn."""
 
 SILENT = ("llama 3.1", "mistral")
-"""Families whose templates drop words beside calls."""
+"""Families whose templates drop the words of a message with calls."""
 
 
 def of_trl(tokenizer, prompt, completion):
@@ -63,7 +63,7 @@ def test_reasoning_is_learned(tmp_path, family, name):
     ("family", "message"),
     [("qwen2.5", THOUGHT), ("gemma 3", CALLED), ("phi 3.5", CALLED), ("llama 3.1", CALLED), ("mistral", CALLED)],
 )
-def test_what_a_template_leaves_out_is_refused(refused, tmp_path, family, message):
+def test_a_solution_that_the_template_shortens_is_refused(refused, tmp_path, family, message):
     path = write(tmp_path / "a.jsonl", {"messages": [SKY, FOUR]}, {"messages": [SKY, message]})
     with refused():
         load(tokenizer_of(family), PromptFile(path, answer_key=None, solution_key="messages"))
@@ -90,8 +90,8 @@ def test_what_a_template_leaves_out_is_refused(refused, tmp_path, family, messag
         ),
     ],
 )
-def test_a_completion_of_several_messages_is_all_of_the_solution(tmp_path, family, completion, learned):
-    """All of it stands behind the prompt, as in TRL; what the assistant says is imitated, its ends of turns too."""
+def test_a_completion_of_several_messages_is_one_solution(tmp_path, family, completion, learned):
+    """All messages follow the prompt, as in TRL; the assistant's messages and their ends of turn are imitated."""
     tokenizer = tokenizer_of(family)
     text, parts = solution(tokenizer, tmp_path / "a.jsonl", prompt=[SKY], completion=completion)
     assert text == of_trl(tokenizer, [SKY], completion).rstrip()
@@ -105,7 +105,7 @@ def test_the_embedded_template_writes_several_turns(tmp_path):
     assert learned == ["It is 4.<|eos|>", "Yes.<|eos|>"]
 
 
-def test_one_plain_message_is_what_the_template_writes_of_its_text(tmp_path):
+def test_a_single_message_is_learned_as_its_text(tmp_path):
     written = {
         "embedded": "It is 2.<|eos|>",
         "qwen3": "<think>\n\n</think>\n\nIt is 2.<|im_end|>",
@@ -132,12 +132,12 @@ def test_one_plain_message_is_what_the_template_writes_of_its_text(tmp_path):
         ({"prompt": [SKY, said("assistant", "It")], "completion": [CALLED]}, "completion"),
     ],
 )
-def test_answers_to_something_else_are_refused(refused, tmp_path, record, key):
+def test_solutions_that_do_not_answer_the_prompt_are_refused(refused, tmp_path, record, key):
     with refused():
         load(tokenizer_of("qwen3"), PromptFile(write(tmp_path / "a.jsonl", record), answer_key=None, solution_key=key))
 
 
-def test_a_completion_that_repeats_its_prompt_is_what_stands_behind_it(tmp_path):
+def test_a_completion_that_repeats_its_prompt_is_read_without_the_prompt(tmp_path):
     for prompt in ("sky?", [SKY]):
         text, _ = solution(tokenizer_of("qwen2.5"), tmp_path / "a.jsonl", prompt=prompt, completion=[SKY, FOUR])
         assert text == "It is 4.<|im_end|>"
@@ -165,7 +165,7 @@ LONG = [said("assistant", "let me see"), said("user", "ok"), BLUE]
         {"prompt": [BIRD, SKY], "chosen": [THOUGHT], "rejected": [FOUR]},
     ],
 )
-def test_pairs_of_messages_are_those_of_trl(tmp_path, record):
+def test_pairs_of_messages_equal_trl(tmp_path, record):
     tokenizer = tokenizer_of("qwen3")
     (pair,) = load(tokenizer, PairFile(write(tmp_path / "a.jsonl", record)))
     right = apply_chat_template(maybe_extract_prompt(record), tokenizer)
@@ -192,7 +192,7 @@ def test_pairs_without_a_prompt_in_common_are_refused(refused, tmp_path, record)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_contents_in_parts_are_read_alike_everywhere(tmp_path, suffix):
+def test_contents_in_parts_are_joined_in_all_fields(tmp_path, suffix):
     asked, answered = (
         [{"type": "text", "text": "sk"}, {"type": "text", "text": "y?"}],
         [{"type": "text", "text": "blue"}],
@@ -215,7 +215,7 @@ def test_contents_in_parts_are_read_alike_everywhere(tmp_path, suffix):
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt-oss"])  # its template writes the day
 @pytest.mark.parametrize("words", ["The sky is", "Let me think.\n<think>", "It is "])
-def test_a_prompt_that_ends_with_the_assistant_goes_on(tmp_path, family, words):
+def test_a_prompt_that_ends_with_the_assistant_is_continued(tmp_path, family, words):
     tokenizer, prompt = tokenizer_of(family), [SKY, said("assistant", words)]
     right = apply_chat_template({"prompt": prompt}, tokenizer)["prompt"]
     path = write(tmp_path / "a.jsonl", {"prompt": prompt}, {"prompt": [SKY]})
@@ -227,7 +227,7 @@ def test_a_prompt_that_ends_with_the_assistant_goes_on(tmp_path, family, words):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
 @pytest.mark.parametrize("content", ["", None, "missing"])
-def test_a_chat_with_calls_is_what_the_server_makes_of_it(tmp_path, family, arguments, content):
+def test_a_chat_with_calls_has_the_tokens_of_the_server(tmp_path, family, arguments, content):
     tokenizer = tokenizer_of(family)
     called = said("assistant", content, tool_calls=[call(arguments)])
     if content == "missing":
@@ -249,7 +249,7 @@ def test_a_prompt_that_ends_with_calls_is_refused(refused, tmp_path):
         load(tokenizer_of("qwen3"), PromptFile(path, answer_key=None))
 
 
-def test_two_messages_of_the_assistant_at_the_end_are_no_single_turn(refused, tmp_path):
+def test_two_assistant_messages_at_the_end_are_refused(refused, tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": [SKY, FOUR, said("assistant", "Yes.")]})
     data = PromptFile(path, answer_key=None)
     assert load(tokenizer_of("qwen2.5"), data)[0].prompt.endswith("sky?<|im_end|>\n<|im_start|>assistant\n")
@@ -258,7 +258,7 @@ def test_two_messages_of_the_assistant_at_the_end_are_no_single_turn(refused, tm
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keys_that_are_none_are_as_if_absent(tmp_path, family):
+def test_keys_that_are_none_count_as_missing(tmp_path, family):
     keys = {"tool_calls": None, "name": None, "tool_call_id": None, "reasoning_content": None}
     plain = [SKY, FOUR, said("user", "and 3?")]
     with_none = [message | keys for message in plain]

@@ -1,4 +1,4 @@
-"""Texts with a thing of each kind among many words: their answers are there, and nowhere else."""
+"""Haystacks, texts with one thing of each kind among many words: only the text has the answer."""
 
 import re
 import sys
@@ -16,14 +16,14 @@ from jaxrlhf.trainer.phase import load_data
 
 
 def read(record):
-    """The text's words, and the people of the question."""
+    """Return the words of the text, and the people of the question."""
     text, _, question = record["prompt"].partition(". ")
     return text.split(), re.findall(r"[A-Z]\w+", question)
 
 
 @pytest.mark.parametrize("split", ["train", "evaluation"])
-def test_answers_are_what_the_text_alone_says(split):
-    """A text has one thing of each kind, at any place of it."""
+def test_answers_are_in_the_text(split):
+    """A text has one thing of each kind, at any position."""
     places = []
     for record in haystack(split, 100, 0, tokens=200):
         words, asked = read(record)
@@ -39,7 +39,7 @@ def test_answers_are_what_the_text_alone_says(split):
     assert min(places) < 20 and max(places) > 180
 
 
-def test_a_share_of_the_solutions_stops_early_and_lengths_are_as_asked():
+def test_a_share_of_the_solutions_stops_early_and_lengths_are_exact():
     records = haystack("train", 400, 0, tokens=256, shortest=16)
     early = sum(len(record["solution"].split()) == 2 for record in records)
     assert 0.5 < early / len(records) < 0.7
@@ -49,8 +49,8 @@ def test_a_share_of_the_solutions_stops_early_and_lengths_are_as_asked():
     assert sum(length < 64 for length in lengths) / len(lengths) == pytest.approx(0.5, abs=0.1), "by their logarithm"
 
 
-def test_without_its_text_an_answer_is_right_by_chance_alone():
-    """One thing of a question in four is that of the text."""
+def test_without_the_text_an_answer_is_right_by_chance():
+    """One answer in four is right."""
     right = Counter()
     for record in haystack("train", 300, 0, tokens=40, there=False):
         words, _ = read(record)
@@ -65,7 +65,7 @@ def test_splits_and_seeds_differ_and_repeat():
     assert all(one[0]["prompt"] != other[0]["prompt"] for other in others)
 
 
-def test_a_cold_start_reads_data_of_its_own_and_shorter_prompts():
+def test_a_cold_start_reads_separate_data_with_shorter_prompts():
     config = load("grpo_haystack")
     config = replace(
         config,

@@ -1,4 +1,4 @@
-"""Data sets of the hub, by name: which files a split is, what is downloaded, and what is said when nothing comes."""
+"""Data sets of the hub: the files of a split, downloads, and errors."""
 
 import itertools
 import json
@@ -9,7 +9,7 @@ import pytest
 import tiny_hub
 from pyarrow import parquet
 
-from jaxrlhf.config import HubData, HubPairs, HubSteps, PromptFile, Refusal
+from jaxrlhf.config import Gsm8k, HubData, HubPairs, HubSteps, PromptFile, Refusal
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from tests.data.test_sources import write
@@ -63,7 +63,7 @@ def answers(data, split="train"):
     return [one.answer for one in load_problems(data, embedded_tokenizer(), split=split, max_prompt_tokens=99).problems]
 
 
-def test_the_card_says_which_files_a_split_is(hub):
+def test_the_card_declares_the_files_of_a_split(hub):
     plain = HubData(NAME, subset="plain")
     assert (answers(plain), answers(plain, "evaluation")) == (["2", "3", "4", "5"], ["6"])
     assert answers(HubData(NAME, subset="other", evaluation=None)) == ["7"]
@@ -74,16 +74,23 @@ def test_a_file_is_downloaded_when_its_records_are_read(hub):
     assert hub.sent() == {"README.md", "train-00000-of-00002.jsonl"}
 
 
+def test_gsm8k_is_the_subset_main(hub):
+    files = {"main/train-0.jsonl": b'{"question": "1+1?", "answer": "#### 2"}\n', "socratic/train-0.jsonl": lines(1)}
+    hub.repositories["datasets/openai/gsm8k"] = {"main": files}
+    assert answers(Gsm8k()) == ["2"]
+    assert hub.sent() == {"train-0.jsonl"}
+
+
 def test_a_revision_is_another_state(hub):
     assert answers(HubData(NAME, revision="v1")) == ["8"]
 
 
-def test_the_parquet_that_the_hub_makes_of_a_data_set_is_a_revision(hub):
+def test_the_parquet_conversion_of_the_hub_is_a_revision(hub):
     hub.repositories[f"datasets/{NAME}"]["refs/convert/parquet"] = {"default/train/0000.jsonl": lines(8)}
     assert answers(HubData(NAME, revision="refs/convert/parquet")) == ["9"]
 
 
-def test_without_the_hub_there_is_what_was_downloaded(hub, monkeypatch):
+def test_downloaded_files_are_read_without_the_hub(hub, monkeypatch):
     data = HubData(NAME, subset="plain")
     assert len(answers(data)) == 4
     gone(monkeypatch)
@@ -95,8 +102,8 @@ def test_without_the_hub_there_is_what_was_downloaded(hub, monkeypatch):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (HubData("us/none"), "no data set of that name"),
-        (HubData(NAME), "has the subsets plain, other; say which"),
+        (HubData("us/none"), "no public data set of that name"),
+        (HubData(NAME), "has the subsets plain, other; set data"),
         (HubData(NAME, subset="no"), "got 'no'"),
         (
             HubData(NAME, subset="plain", train="dev"),
@@ -105,23 +112,23 @@ def test_without_the_hub_there_is_what_was_downloaded(hub, monkeypatch):
         (HubData(NAME, revision="v2"), "no branch, tag or commit 'v2'"),
     ],
 )
-def test_what_is_not_there_is_named(hub, data, said):
+def test_missing_data_is_named(hub, data, said):
     with pytest.raises(Refusal, match=said):
         answers(data)
 
 
-def test_a_local_directory_may_be_laid_out_like_one(tmp_path):
+def test_a_local_directory_may_have_the_layout_of_a_hub_data_set(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         write(tmp_path / folder / "train-00000.parquet", [{"prompt": folder, "answer": 1}])
     write(tmp_path / "a" / "test.jsonl", [{"prompt": "held", "answer": 2}])
     assert answers(HubData(str(tmp_path), subset="a")) == ["1"]
     assert answers(HubData(str(tmp_path), subset="a"), "evaluation") == ["2"]
-    with pytest.raises(Refusal, match=r"say which is data\.subset"):
+    with pytest.raises(Refusal, match=r"set data\.subset to one of them"):
         answers(HubData(str(tmp_path)))
 
 
-def test_the_name_of_a_file_says_more_of_its_split_than_those_of_its_folders(tmp_path):
+def test_the_name_of_a_file_takes_precedence_over_its_folders(tmp_path):
     (tmp_path / "train_test_split").mkdir()
     for split, number in (("train", 1), ("test", 2)):
         write(tmp_path / f"train_test_split/{split}.jsonl", [{"prompt": "x", "answer": number}])
@@ -231,7 +238,7 @@ configs:
     path: data/test-*
 ---
 """
-"""Card as of trl-lib/math_shepherd and trl-lib/prm800k, whose files are Parquet of these columns."""
+"""Card in the form of trl-lib/math_shepherd and trl-lib/prm800k, whose files are Parquet with these columns."""
 
 
 def test_labelled_steps_of_the_hub(hub, tmp_path):

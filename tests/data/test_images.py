@@ -45,8 +45,8 @@ def jsonl(path, *records):
     return path
 
 
-def test_the_same_image_from_everywhere(seeing, tmp_path):
-    """As geometry3k has it in parquet, as a file and as a data URL."""
+def test_an_image_has_the_same_pixels_from_every_place(seeing, tmp_path):
+    """In parquet as in geometry3k, in a file, and in a data URL."""
     (tmp_path / "one.png").write_bytes(png())
     rows = [{"images": [{"bytes": png(), "path": None}], "problem": "<image>Find x.", "answer": "3"}]
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
@@ -67,7 +67,7 @@ def test_the_same_image_from_everywhere(seeing, tmp_path):
         assert picture.size == (42, 28)
 
 
-def test_patches_that_were_used_last_are_kept(seeing, tmp_path, monkeypatch):
+def test_the_most_recently_used_patches_are_cached(seeing, tmp_path, monkeypatch):
     for number in range(3):
         (tmp_path / f"{number}.png").write_bytes(png(seed=number))
     lines = [{"problem": "Find x.", "images": f"{number}.png"} for number in range(3)]
@@ -82,7 +82,7 @@ def test_patches_that_were_used_last_are_kept(seeing, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["extra.images", "page/images"])
-def test_images_may_be_in_a_field_within_another_and_of_any_name(seeing, tmp_path, key):
+def test_images_may_be_in_a_nested_field_of_any_name(seeing, tmp_path, key):
     url = "data:image/png;base64," + base64.b64encode(png()).decode()
     fields = {"extra": {"images": [url], "split": "a"}} if key.startswith("extra") else {key: [url]}
     (problem,) = load(seeing, jsonl(tmp_path / "a.jsonl", {"problem": "Find x.", **fields}), image_key=key).problems
@@ -90,7 +90,7 @@ def test_images_may_be_in_a_field_within_another_and_of_any_name(seeing, tmp_pat
     assert picture.size == (42, 28) and "base64" not in str(problem.record)
 
 
-def test_people_read_where_an_image_is_from(seeing, tmp_path):
+def test_prompts_for_people_name_the_images(seeing, tmp_path):
     (tmp_path / "one.png").write_bytes(png())
     url = "data:image/png;base64," + base64.b64encode(png()).decode()
     shown = {"problem": "<image> or <image>?", "images": [{"bytes": None, "path": "one.png"}, url]}
@@ -101,7 +101,7 @@ def test_people_read_where_an_image_is_from(seeing, tmp_path):
     assert [portable(image.source) for image in problem.images] == [str(tmp_path / "one.png"), url]
 
 
-def test_long_prompts_are_dropped_whole(seeing, tmp_path):
+def test_long_prompts_with_images_are_dropped(seeing, tmp_path):
     (tmp_path / "one.png").write_bytes(png())
     path = jsonl(
         tmp_path / "train.jsonl",
@@ -137,7 +137,7 @@ def test_damage_is_refused_with_its_place(seeing, tmp_path, record, words):
     assert "line 2" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_models_of_text_refuse_images(seeing, tmp_path):
+def test_text_models_refuse_images(seeing, tmp_path):
     (tmp_path / "one.png").write_bytes(png())
     path = jsonl(tmp_path / "train.jsonl", {"problem": "?", "images": "one.png"})
     with pytest.raises(Refusal, match="line 1"):

@@ -1,4 +1,4 @@
-"""Large files are tokenised once and mapped into memory; what changes them, or what they become, is noticed."""
+"""Cache of large files: tokenized once, memory-mapped, and tokenized again if files or settings change."""
 
 import gzip
 import os
@@ -40,7 +40,7 @@ def folders(folder):
     return sorted(path.name for path in (folder / "kept").iterdir())
 
 
-def test_a_split_is_tokenised_once_and_read_alike(folder, monkeypatch):
+def test_a_split_is_tokenized_once_and_read_back_unchanged(folder, monkeypatch):
     path = write(folder / "a.jsonl", RECORDS)
     data = PromptFile(path, solution_key="solution")
     monkeypatch.setenv("JAXRLHF_DATA_CACHE", "false")
@@ -58,7 +58,7 @@ def test_a_split_is_tokenised_once_and_read_alike(folder, monkeypatch):
     assert again.problems[-1].record == RECORDS[-1]
 
 
-def test_whatever_its_tokens_depend_on_makes_it_another(folder):
+def test_other_settings_or_files_make_another_cache_entry(folder):
     path = write(folder / "a.jsonl", RECORDS)
     data = PromptFile(path)
     before = load(data)
@@ -72,7 +72,7 @@ def test_whatever_its_tokens_depend_on_makes_it_another(folder):
     assert load(data, max_prompt_tokens=8).total == 9
 
 
-def test_pairs_steps_and_mixtures_are_kept_too(folder):
+def test_pairs_steps_and_mixtures_are_cached(folder):
     pairs = [{"prompt": "1+1?", "chosen": "2", "rejected": "3", "margin": 0.5, "safe": True, "not": False}]
     keys = {"margin_key": "margin", "safe_keys": ("safe", "not")}
     loaded = load(PairFile(write(folder / "pairs.jsonl", pairs), **keys))
@@ -89,7 +89,7 @@ def test_pairs_steps_and_mixtures_are_kept_too(folder):
     assert [(name, index.tolist()) for name, index in mixed.problems.sources] == [("a", [*range(9)]), ("b", [9, 10])]
 
 
-def test_small_files_are_not_kept(folder, monkeypatch):
+def test_small_files_are_not_cached(folder, monkeypatch):
     monkeypatch.setattr(cache, "LEAST_BYTES", 2**20)
     assert load(PromptFile(write(folder / "a.jsonl", RECORDS))).kept is None
     assert not (folder / "kept").exists()
@@ -104,7 +104,7 @@ def test_compressed_files_count_for_the_text_in_them(folder, monkeypatch):
     assert load(PromptFile(plain)).kept is None
 
 
-def test_what_cannot_be_read_leaves_nothing(folder):
+def test_unreadable_files_leave_no_cache_entry(folder):
     path = write(folder / "a.jsonl", [*RECORDS, {"prompt": 3}])
     with pytest.raises(ValueError, match="line 10"):
         load(PromptFile(path))
@@ -124,15 +124,15 @@ def test_a_parquet_file_is_read_a_part_at_a_time(tmp_path):
         list(rows)
 
 
-def test_a_file_beside_the_one_that_was_meant_is_named(refused, tmp_path):
+def test_a_misspelled_file_name_is_refused_with_a_suggestion(refused, tmp_path):
     write(tmp_path / "train.jsonl", RECORDS)
     for path in (tmp_path / "trian.jsonl", tmp_path):
         with refused():
             next(read_rows(path))
 
 
-def test_values_of_columns_come_back_and_a_pickle_that_runs_something_does_not(tmp_path):
-    """A parquet file has values that JSON has not; what is kept of them may have been changed by others."""
+def test_column_values_are_restored_and_pickles_that_run_code_are_refused(tmp_path):
+    """Parquet has values that JSON does not have; somebody may have changed the cached pickles."""
     zone = ZoneInfo("Europe/Berlin")
     record = {
         "when": datetime(2026, 11, 28, 1, 2, 3, 4, zone),

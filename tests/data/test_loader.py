@@ -1,4 +1,4 @@
-"""The loader: full batches, every problem once an epoch, resumable to the very batch."""
+"""The loader: full batches, every problem once in an epoch, resumable at the exact batch."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_batches_are_full_and_hold_no_problem_twice():
         assert len(set(batch)) == 4
 
 
-def test_what_one_epoch_leaves_over_comes_in_later_ones():
+def test_problems_left_over_in_an_epoch_are_used_later():
     seen = np.ravel(ids(Loader(problems(10), per_step=4, seed=0), 40))
     counts = np.bincount(seen, minlength=10)
     assert counts.min() >= 8  # 16 on average over 20 epochs
@@ -74,19 +74,19 @@ def test_state_is_a_snapshot():
 
 
 @pytest.mark.parametrize(("count", "seed"), [(11, 0), (10, 1)])
-def test_a_state_of_other_data_is_refused(refused, count, seed):
+def test_the_state_of_other_data_is_refused(refused, count, seed):
     state = Loader(problems(10), per_step=2, seed=0).state()
     with refused():
         Loader(problems(count), per_step=2, seed=seed).restore(state)
 
 
 @pytest.mark.parametrize("per_step", [0, 5])
-def test_a_step_cannot_take_more_than_there_is(refused, per_step):
+def test_a_step_cannot_take_more_problems_than_exist(refused, per_step):
     with refused():
         Loader(problems(4), per_step=per_step, seed=0)
 
 
-def test_other_records_in_the_same_number_are_refused_though_an_older_state_knows_none():
+def test_other_records_are_refused_unless_an_older_state_has_no_fingerprint():
     state = Loader(problems(10), per_step=2, seed=0, fingerprint="these").state()
     Loader(problems(10), per_step=2, seed=0, fingerprint="these").restore(state)
     with pytest.raises(Refusal, match=r"records=these and this run has records=those"):

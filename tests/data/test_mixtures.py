@@ -1,4 +1,4 @@
-"""Several sources side by side: what a step draws of each, what of them is used, and who scores it."""
+"""Mixtures of sources: problems of a step, selection, and rewards."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ def problems(count):
 
 
 def mixed(per_step=10, **settings) -> Loader:
-    """60 problems of weight 3 and 40 of weight 1."""
+    """Return a loader of 60 problems of weight 3 and 40 of weight 1."""
     parts = [Part(np.arange(60), 3.0, "a"), Part(np.arange(60, 100), 1.0, "b")]
     return Loader(problems(100), per_step=per_step, seed=3, parts=parts, **settings)
 
@@ -42,7 +42,7 @@ def ids(loader, batches):
     return [[problem.prompt_id for problem in loader.next()] for _ in range(batches)]
 
 
-def test_a_step_draws_of_each_source_in_proportion_to_its_weight():
+def test_a_step_takes_from_each_source_in_proportion_to_its_weight():
     batches = ids(mixed(), 40)
     small = [sum(number >= 60 for number in batch) for batch in batches]
     assert {len(set(batch)) for batch in batches} == {10}
@@ -52,7 +52,7 @@ def test_a_step_draws_of_each_source_in_proportion_to_its_weight():
     assert all(drawn.count(number) in (4, 5, 6) for number in range(60))
 
 
-def test_a_mixture_goes_on_where_it_was_saved():
+def test_a_mixture_resumes_where_it_was_saved():
     whole = mixed()
     before = ids(whole, 17)
     saved = json.loads(json.dumps(whole.state()))
@@ -63,7 +63,7 @@ def test_a_mixture_goes_on_where_it_was_saved():
         Loader(problems(100), per_step=10, seed=3).restore(saved)
 
 
-def test_a_source_must_have_what_a_step_draws_of_it():
+def test_a_source_must_have_enough_problems_for_a_step():
     with pytest.raises(Refusal, match="source 'b'"):
         parts = [Part(np.arange(97), 1.0, "a"), Part(np.arange(97, 100), 1.0, "b")]
         Loader(problems(100), per_step=10, seed=3, parts=parts)
@@ -100,7 +100,7 @@ def tokenizer():
     return embedded_tokenizer()
 
 
-def test_sources_bring_their_own_system_prompts_environments_and_control_tokens(tmp_path, tokenizer):
+def test_sources_have_separate_system_prompts_environments_and_control_tokens(tmp_path, tokenizer):
     a = write(tmp_path / "a.jsonl", [{"prompt": "one<|eos|>", "answer": 1}, {"prompt": "two", "answer": 2}])
     b = write(tmp_path / "b.jsonl", [{"prompt": "three", "answer": 3}])
     sources = (
@@ -128,7 +128,7 @@ def test_sources_bring_their_own_system_prompts_environments_and_control_tokens(
     assert {one.source for one in load_problems(held_out, tokenizer, split="evaluation", **how).problems} == {"c"}
 
 
-def test_a_selection_leaves_out_repeated_prompts_and_those_of_the_wrong_difficulty(tmp_path, tokenizer):
+def test_a_selection_leaves_out_repeated_prompts_and_wrong_difficulty(tmp_path, tokenizer):
     asked = ["Tom has 3.", "tom  has 3. ", "Mia has 4.", "Ann has 5.", "Max has six."]
     data = PromptFile(write(tmp_path / "a.jsonl", [{"prompt": prompt} for prompt in asked]), answer_key=None)
     table = load_problems(data, tokenizer, split="train", max_prompt_tokens=99).problems
@@ -147,14 +147,14 @@ def test_a_selection_leaves_out_repeated_prompts_and_those_of_the_wrong_difficul
     assert selected(table, every, ordered).kept.tolist() == [3, 0, 2, 1, 4], "easy ones first, unknown ones last"
     by_length = selected(table, every, Selection(order="by_length")).kept.tolist()
     assert [len(table[n].prompt_tokens) for n in by_length] == sorted(len(one.prompt_tokens) for one in table)
-    with pytest.raises(Refusal, match="widen it"):
+    with pytest.raises(Refusal, match="widen the band"):
         selected(table, every[2:3], Selection(samples=samples))
     with pytest.raises(Refusal, match="no such file"):
         selected(table, every, Selection(samples=str(tmp_path / "none.jsonl")))
 
 
 @pytest.mark.parametrize("score", ["high", float("nan"), [1.0]])
-def test_scores_of_samples_that_are_no_numbers_are_refused(tmp_path, score):
+def test_scores_that_are_not_numbers_are_refused(tmp_path, score):
     samples = tmp_path / "samples.jsonl"
     samples.write_text("".join(json.dumps({"prompt": "p", "score": one}) + "\n" for one in (0.5, None, score)))
     with pytest.raises(Refusal, match=r"samples\.jsonl, line 3: 'score' must be a finite number, or null"):
@@ -166,8 +166,8 @@ def test_the_order_of_an_epoch_may_be_the_given_one():
     assert ids(loader, 3) == [[5, 3], [1, 0], [5, 3]]
 
 
-def test_the_last_of_a_given_order_come_too():
-    """Six in batches of four: the two that are left over come with the first two of the next epoch."""
+def test_the_last_problems_of_a_given_order_are_used():
+    """With six problems in batches of four, the last two share a batch with the first two of the next epoch."""
     saved = None
     for batch in [[5, 3, 1, 0], [4, 2, 5, 3], [1, 0, 4, 2]] * 2:  # each by a run that was resumed
         part = Part(np.array([5, 3, 1, 0, 4, 2]))
@@ -178,8 +178,8 @@ def test_the_last_of_a_given_order_come_too():
         saved = json.loads(json.dumps(loader.state()))
 
 
-def test_other_weights_after_a_resume_count_from_there():
-    """The new weights set the shares of later batches; earlier shares are not made up for."""
+def test_new_weights_count_from_the_resume_on():
+    """The new weights set the shares of later batches; earlier shares are not compensated."""
     parts = [Part(np.arange(60), 1.0, "a"), Part(np.arange(60, 100), 1.0, "b")]
     before = Loader(problems(100), per_step=8, seed=3, parts=parts)
     ids(before, 30)
@@ -188,7 +188,7 @@ def test_other_weights_after_a_resume_count_from_there():
     assert [sum(one < 60 for one in batch) for batch in ids(now, 5)] == [6] * 5
 
 
-def test_a_source_is_scored_by_its_own_parts():
+def test_a_source_is_scored_by_its_own_rewards():
     own = {"b": (Gsm8kReward(weight=2.0), FormatReward(pattern="never", weight=1.0))}
     texts, answers, sources = ["#### 1", "#### 2", "#### 1", "#### 7"], ["1", "1", "1", "7"], ["a", "", "b", "b"]
     with Scorer(Rewards((ArithmeticReward(),)), sources=own) as scorer:

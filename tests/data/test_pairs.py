@@ -17,7 +17,7 @@ HH = {
 ASKED = {"prompt": "Two and two?", "chosen": "4", "rejected": "5", "gap": 0.5, "good": True, "bad": False}
 MALFORMED = {
     "differ before the last turn": {**HH, "rejected": "\n\nHuman: Hi!\n\nAssistant: 3"},
-    "turns have to alternate": {**HH, "chosen": "\n\nHuman: Hi.\n\nHuman: Hi?\n\nAssistant: yes"},
+    "turns must alternate": {**HH, "chosen": "\n\nHuman: Hi.\n\nHuman: Hi?\n\nAssistant: yes"},
     "are the same": {**HH, "rejected": HH["chosen"]},
     "the rejected answer is empty": {**ASKED, "rejected": " "},
     "no key 'rejected'": {"prompt": "x", "chosen": "y"},
@@ -45,7 +45,7 @@ def write(path, records):
 
 
 @pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.jsonl.gz"])
-def test_dialogues_share_their_turns_but_the_last(name, load, tokenizer, tmp_path):
+def test_dialogues_share_all_turns_except_the_last(name, load, tokenizer, tmp_path):
     [pair] = load(PairFile(write(tmp_path / name, [HH]))).problems
     assert isinstance(pair, Pair)
     assert pair.prompt == "<|user|>Hi.<|assistant|>Hello!<|eos|><|user|>1+1?<|assistant|>"
@@ -55,7 +55,7 @@ def test_dialogues_share_their_turns_but_the_last(name, load, tokenizer, tmp_pat
     assert (pair.margin, pair.safe, pair.record) == (0.0, None, HH)
 
 
-def test_a_record_with_a_prompt_may_have_a_margin_and_say_what_is_harmless(load, tokenizer, tmp_path):
+def test_a_record_with_a_prompt_may_have_margin_and_safety_labels(load, tokenizer, tmp_path):
     data = PairFile(write(tmp_path / "pairs.jsonl", [ASKED]), margin_key="gap", safe_keys=("good", "bad"))
     [pair] = load(data).problems
     assert pair.prompt == "<|user|>Two and two?<|assistant|>"
@@ -71,7 +71,7 @@ def test_margins_and_labels_are_part_of_the_fingerprint(load, tmp_path):
     assert [first == other for other in others] == [True, False, False]
 
 
-def test_malformed_pairs_are_left_out_and_told_of_with_file_and_line(load, tmp_path):
+def test_malformed_pairs_are_left_out_and_reported_with_file_and_line(load, tmp_path):
     path = write(tmp_path / "pairs.jsonl", [HH, *MALFORMED.values(), ASKED])
     loaded = load(PairFile(path, malformed_fraction=0.8))
     assert [pair.record for pair in loaded.problems] == [HH, ASKED]
@@ -82,7 +82,7 @@ def test_malformed_pairs_are_left_out_and_told_of_with_file_and_line(load, tmp_p
         assert reason in told
 
 
-def test_a_prompt_that_the_answers_repeat_is_asked_for(refused, load, tokenizer, tmp_path):
+def test_an_implicit_prompt_needs_prompt_key_none(refused, load, tokenizer, tmp_path):
     chosen, rejected = "Two and two? It is 4.", "Two and two? It is 40."
     path = write(tmp_path / "pairs.jsonl", [{"chosen": chosen, "rejected": rejected}, HH])
     first, second = load(PairFile(path, prompt_key=None)).problems
@@ -95,12 +95,12 @@ def test_a_prompt_that_the_answers_repeat_is_asked_for(refused, load, tokenizer,
 
 
 @pytest.mark.parametrize(("records", "allowed"), [([HH, *MALFORMED.values()], 0.5), (MALFORMED.values(), 1.0)])
-def test_too_many_malformed_pairs_or_no_others_are_an_error(refused, load, tmp_path, records, allowed):
+def test_too_many_malformed_pairs_are_refused(refused, load, tmp_path, records, allowed):
     with refused():
         load(PairFile(write(tmp_path / "pairs.jsonl", records), malformed_fraction=allowed))
 
 
-def test_a_cut_gzip_file_is_refused(refused, load, tmp_path):
+def test_a_truncated_gzip_file_is_refused(refused, load, tmp_path):
     path = tmp_path / "pairs.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(HH).encode() * 100)[:-20])
     with refused():

@@ -1,4 +1,4 @@
-"""Pictures as policies see them: upright, on white, in eight bits, from each place that a record may name."""
+"""Pixels of images: upright, on white, 8 bits per color, from each place that a record may name."""
 
 import base64
 import contextlib
@@ -67,7 +67,7 @@ def as_transformers(content):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
-def test_a_turned_picture_is_seen_upright(seeing, tmp_path, orientation, kind):  # noqa: F811
+def test_a_rotated_image_is_read_upright(seeing, tmp_path, orientation, kind):  # noqa: F811
     content = turned(orientation, kind)
     (tmp_path / "one.img").write_bytes(content)
     line = {"problem": "?", "images": "one.img"}
@@ -96,7 +96,7 @@ def logo(mode):
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_what_is_transparent_is_white(seeing, tmp_path, mode):  # noqa: F811
+def test_transparent_pixels_are_white(seeing, tmp_path, mode):  # noqa: F811
     content = logo(mode)
     (tmp_path / "one.png").write_bytes(content)
     seen = pixels_of(seeing, jsonl(tmp_path / "a.jsonl", {"problem": "?", "images": "one.png"}))
@@ -123,7 +123,7 @@ WIDE = {
 
 
 @pytest.mark.parametrize("name", WIDE)
-def test_numbers_of_more_than_eight_bits_keep_their_levels(seeing, tmp_path, name):  # noqa: F811
+def test_images_of_more_than_eight_bits_keep_their_levels(seeing, tmp_path, name):  # noqa: F811
     picture, kind = WIDE[name]
     (tmp_path / "one.img").write_bytes(encoded(picture, kind))
     seen = pixels_of(seeing, jsonl(tmp_path / "a.jsonl", {"problem": "?", "images": "one.img"}))
@@ -188,7 +188,7 @@ def test_a_data_url_may_have_line_breaks_and_a_file_an_address(seeing, tmp_path)
 
 
 @pytest.mark.parametrize("key", ["a#b", "a#1/b", "50%", "#", "größe"])
-def test_the_name_of_a_field_may_have_any_sign(seeing, tmp_path, key):  # noqa: F811
+def test_the_name_of_an_image_field_may_have_any_character(seeing, tmp_path, key):  # noqa: F811
     path = jsonl(tmp_path / "a#2.jsonl", {"problem": "?", key: [url_of(png())]})
     assert pixels_of(seeing, path, image_key=key).shape == (28, 42, 3)
     (problem,) = load(seeing, path, image_key=key).problems
@@ -222,7 +222,7 @@ def test_pictures_that_parts_of_a_prompt_name_are_shown(seeing, tmp_path):  # no
 def test_a_part_without_a_picture_is_refused_unless_a_field_has_it(seeing, tmp_path):  # noqa: F811
     bare = {"prompt": asked({"type": "image"}), "images": [url_of(png())]}
     path = jsonl(tmp_path / "a.jsonl", bare)
-    with pytest.raises(Refusal, match=r"line 1: a part of type 'image' names no picture; .*image_key"):
+    with pytest.raises(Refusal, match=r"line 1: a part of type 'image' has no image; .*image_key"):
         prompts(seeing, path)
     assert len(prompts(seeing, path, image_key="images")[0].images) == 1
     text = jsonl(tmp_path / "b.jsonl", {"prompt": "The tag <image> of HTML?"})
@@ -234,7 +234,7 @@ def test_pairs_with_pictures_are_refused(seeing, tmp_path, record):  # noqa: F81
     pair = {"prompt": asked(), "chosen": "4", "rejected": "5"}
     tokenizer, reader, _ = seeing
     data = PairFile(str(jsonl(tmp_path / "a.jsonl", pair | record)))
-    with pytest.raises(Refusal, match=r"pictures in|shows a picture"):
+    with pytest.raises(Refusal, match=r"contains images|contains an image"):
         load_problems(data, tokenizer, split="train", max_prompt_tokens=300, reader=reader)
     data = PairFile(str(jsonl(tmp_path / "b.jsonl", pair | {"images": [], "image": None})))
     assert len(load_problems(data, tokenizer, split="train", max_prompt_tokens=300, reader=reader).problems) == 1
@@ -247,7 +247,7 @@ def test_a_generated_prompt_with_a_picture_is_refused(tmp_path):
     )
     (tmp_path / "made.py").write_text(made)
     data = Generated(f"{tmp_path}/made.py:made", train_problems=2)
-    with pytest.raises(Refusal, match="'prompt' shows a picture, and only texts are read there"):
+    with pytest.raises(Refusal, match="'prompt' contains an image, and only texts are read there"):
         load_problems(data, embedded_tokenizer(), split="train", max_prompt_tokens=300)
     (tmp_path / "text.py").write_text(made.replace('{"type": "image", "image": "a.png"}, ', ""))
     data = Generated(f"{tmp_path}/text.py:made", train_problems=2)
@@ -256,7 +256,7 @@ def test_a_generated_prompt_with_a_picture_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_file_that_is_written_anew_shows_its_new_pictures(seeing, tmp_path, suffix):  # noqa: F811
+def test_a_rewritten_file_gives_its_new_images(seeing, tmp_path, suffix):  # noqa: F811
     path = tmp_path / f"a{suffix}"
 
     def write(colour, count):
@@ -287,7 +287,7 @@ def test_pictures_are_read_in_the_named_formats_alone():
 
 
 @pytest.mark.parametrize("error", [struct.error("a"), RuntimeError("a"), TypeError("a"), KeyError("a")])
-def test_whatever_a_damaged_picture_raises_is_a_refusal_with_its_place(error, monkeypatch):
+def test_every_error_of_a_damaged_image_is_a_refusal_with_its_place(error, monkeypatch):
     def fails(_):
         raise error
 
@@ -307,7 +307,7 @@ def test_changed_bytes_are_read_or_refused():
             assert opened(url_of(bytes(content)), place="the picture").mode == "RGB"
 
 
-def test_a_small_file_of_huge_pixels_is_refused_before_they_are_made():
+def test_a_small_file_with_too_many_pixels_is_refused_before_decoding():
     header = encoded(PIL.Image.new("1", (16, 16)))
     wide = struct.pack(">II", 60_000, 60_000)
     start = header.index(b"IHDR")

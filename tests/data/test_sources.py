@@ -1,4 +1,4 @@
-"""From files to tokenised problems, and what is said when a file is wrong."""
+"""Loading of files to tokenized problems, and errors of wrong files."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def tokenizer():
 
 @pytest.fixture
 def plain_tokenizer():
-    """One without a chat template."""
+    """Tokenizer without a chat template."""
     tokenizer = embedded_tokenizer()
     tokenizer.chat_template = None
     return tokenizer
@@ -124,23 +124,11 @@ def test_gsm8k_without_an_answer_mark(load, tmp_path):
 
 
 def test_gsm8k_directory_without_files(load, tmp_path):
-    one_line_error(lambda: load(Gsm8k(path=str(tmp_path))), r"holds no train\.jsonl and no train\.parquet")
+    one_line_error(lambda: load(Gsm8k(path=str(tmp_path))), r"has no \.jsonl, .* file of split 'train'; it has none")
 
 
 def test_gsm8k_from_a_hub_out_of_reach(load):
-    one_line_error(lambda: load(Gsm8k()), "data.path='openai/gsm8k' is neither", "give a directory with train.jsonl")
-
-
-def test_gsm8k_from_the_hub_is_a_snapshot(load, tmp_path, monkeypatch):
-    def snapshot_download(repo, *, repo_type, allow_patterns):
-        assert (repo, repo_type) == ("openai/gsm8k", "dataset")
-        assert "main/*" in allow_patterns
-        return str(tmp_path)
-
-    (tmp_path / "main").mkdir()
-    write(tmp_path / "main/train-00000-of-00001.parquet", GSM8K_RECORDS)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    assert load(Gsm8k()).total == 2
+    one_line_error(lambda: load(Gsm8k()), "the hub's data set 'openai/gsm8k' cannot be reached", "give a directory")
 
 
 @pytest.mark.network
@@ -179,7 +167,7 @@ def test_without_a_chat_template_prompts_are_plain(plain_tokenizer, tmp_path):
     assert list(problem.prompt_tokens) == plain_tokenizer.encode("1+1?")
 
 
-def test_a_prompt_that_is_nothing_to_the_tokenizer_is_refused(plain_tokenizer, tmp_path):
+def test_a_prompt_without_tokens_is_refused(plain_tokenizer, tmp_path):
     plain_tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
     data = prompt_file(write(tmp_path / "p.jsonl", [{"prompt": "1+1?"}, {"prompt": " \n"}]), answer_key=None)
     one_line_error(
@@ -214,7 +202,7 @@ def test_no_evaluation_file_is_no_problems(load, tmp_path):
 # Limits
 
 
-def test_too_long_is_dropped_and_counted(load, tmp_path):
+def test_too_long_problems_are_dropped_and_counted(load, tmp_path):
     records = [{"prompt": "1" * n, "solution": "2" * (5 - n)} for n in range(1, 6)]
     data = prompt_file(write(tmp_path / "p.jsonl", records), answer_key=None, solution_key="solution")
     loaded = load(data, max_prompt_tokens=5)  # two of them are the template's
@@ -247,7 +235,7 @@ def test_nothing_fits(load, tmp_path):
     ("name", "content", "match"),
     [
         ("a.jsonl", None, r"a\.jsonl: no such file"),
-        ("a.txt", "1", r"a\.txt: expected a \.jsonl or \.ndjson .*\.parquet or \.arrow file, .* \.xz or \.zst$"),
+        ("a.txt", "1", r"a\.txt: expected a \.jsonl or \.ndjson .*\.parquet or \.arrow file, .* \.xz or \.zst\)$"),
         ("a.xlsx", "1", r"; pandas\.read_excel\('a\.xlsx'\)\.to_parquet\('a\.parquet'\) makes one"),
         ("a.jsonl", '{"prompt": "x"}\n'.encode("utf-16"), "the file is UTF-16; save it as UTF-8"),
         ("a.jsonl", "", "holds no records"),
@@ -273,14 +261,18 @@ def test_nothing_fits(load, tmp_path):
         (
             "a.jsonl",
             '{"prompt": "x \\ud83d", "answer": "1"}\n',
-            r"line 1: a text holds '\\ud83d', half of a surrogate pair",
+            r"line 1: a text contains '\\ud83d', half of a surrogate pair",
         ),
-        ("a.jsonl", '{"prompt": "x", "answer": "\\ude00"}\n', r"line 1: a text holds '\\ude00', half of a surrogate"),
+        ("a.jsonl", '{"prompt": "x", "answer": "\\ude00"}\n', r"line 1: a text contains '\\ude00', half of a"),
         ("a.jsonl", '{"prompt": 5}\n', "line 1: 'prompt' must be a text or a list of messages, got 5"),
         ("a.jsonl", '{"prompt": ""}\n', "line 1: 'prompt' must be a text"),
         ("a.jsonl", '{"prompt": []}\n', "line 1: 'prompt' must be a text"),
         ("a.jsonl", '{"prompt": [{"role": "user"}]}\n', "line 1: a message in 'prompt' must have"),
-        ("a.jsonl", '{"prompt": "x", "answer": null}\n', "number, got None; where there are none, set answer_key=None"),
+        (
+            "a.jsonl",
+            '{"prompt": "x", "answer": null}\n',
+            "number, got None; if there are no answers, set answer_key=None",
+        ),
         ("a.jsonl", '{"prompt": "x", "answer": NaN}\n', "line 1: 'answer' must be a text or a number, got nan"),
         ("a.jsonl", '{"prompt": "x"}\n', r"line 1: no key 'answer'; there are \['prompt'\]"),
         ("a.parquet", "x", r"a\.parquet: not a readable parquet file"),
@@ -294,7 +286,7 @@ def test_a_broken_file(load, tmp_path, name, content, match):
     one_line_error(lambda: load(prompt_file(file)), match)
 
 
-def test_a_parquet_file_is_told_by_row(load, tmp_path):
+def test_errors_in_parquet_name_the_row(load, tmp_path):
     file = write(tmp_path / "a.parquet", [{"prompt": "x", "answer": "1"}, {"prompt": None, "answer": "1"}])
     one_line_error(lambda: load(prompt_file(file)), r"a\.parquet, row 2: 'prompt' must be")
     empty = tmp_path / "b.parquet"
@@ -305,7 +297,7 @@ def test_a_parquet_file_is_told_by_row(load, tmp_path):
 # Large files
 
 
-def test_texts_are_tokenised_once_and_those_that_no_record_has_never(load, tokenizer, tmp_path, monkeypatch):
+def test_each_text_is_tokenized_once(load, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("jaxrlhf.data.sources._CHUNK", 40)
     file = write(tmp_path / "p.jsonl", [{"prompt": f"{n} + 1?"} for n in range(50)])
     seen = []
@@ -323,7 +315,7 @@ def test_texts_are_tokenised_once_and_those_that_no_record_has_never(load, token
     assert loaded.problems.prompt_tokens.lengths.tolist() == [len(problem.prompt_tokens) for problem in loaded.problems]
 
 
-def test_of_a_text_that_cannot_fit_only_the_beginning_is_tokenised(load, tokenizer, tmp_path, monkeypatch):
+def test_only_the_beginning_of_a_too_long_text_is_tokenized(load, tokenizer, tmp_path, monkeypatch):
     file = write(tmp_path / "p.jsonl", [{"prompt": "7" * 3_000_000}, {"prompt": "1+1?"}])
     most, call = [], type(tokenizer).__call__
 
@@ -337,7 +329,7 @@ def test_of_a_text_that_cannot_fit_only_the_beginning_is_tokenised(load, tokeniz
     assert max(most) < 10_000
 
 
-def test_a_long_text_of_few_tokens_is_tokenised_whole(tmp_path):
+def test_a_long_text_of_few_tokens_is_tokenized_completely(tmp_path):
     tokenizer = embedded_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("x+"), "x")
     file = write(tmp_path / "p.jsonl", [{"prompt": "x" * 100_000 + " 12"}])
@@ -353,7 +345,7 @@ SPELLED = "say <|eos|> now"
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_control_token_in_a_text_is_said_and_kept_as_text_if_asked_for(load, tokenizer, tmp_path, chat):
+def test_a_spelled_control_token_is_reported_and_kept_as_text_on_request(load, tokenizer, tmp_path, chat):
     prompt = [{"role": "user", "content": SPELLED}] if chat else SPELLED
     file = write(tmp_path / "p.jsonl", [{"prompt": "a", "s": "b"}, {"prompt": prompt, "s": SPELLED}])
     settings = {"answer_key": None, "solution_key": "s"}
@@ -369,6 +361,14 @@ def test_a_control_token_in_a_text_is_said_and_kept_as_text_if_asked_for(load, t
     assert tokenizer.decode(kept.problems[1].prompt_tokens) == kept.problems[1].prompt
 
 
+@pytest.mark.parametrize("how", ["parse", "text"])
+def test_private_characters_stay_in_prompts(load, tokenizer, tmp_path, how):
+    """U+E000 marks control tokens inside of `Tokenized`, and is an icon in some texts."""
+    file = write(tmp_path / "p.jsonl", [{"prompt": "an icon \ue000"}])
+    [problem] = load(prompt_file(file, answer_key=None, control_tokens=how)).problems
+    assert problem.prompt == tokenizer.decode(problem.prompt_tokens) == "<|user|>an icon \ue000<|assistant|>"
+
+
 def test_a_control_token_in_a_plain_prompt_is_kept_as_text(plain_tokenizer, tmp_path):
     file = write(tmp_path / "p.jsonl", [{"prompt": SPELLED}])
     data = prompt_file(file, answer_key=None, control_tokens="text")
@@ -377,7 +377,7 @@ def test_a_control_token_in_a_plain_prompt_is_kept_as_text(plain_tokenizer, tmp_
     assert plain_tokenizer.decode(problem.prompt_tokens) == SPELLED
 
 
-def test_a_tokenizer_that_looks_at_what_is_around_cannot_keep_control_tokens_as_text(tmp_path):
+def test_a_context_dependent_tokenizer_cannot_keep_control_tokens_as_text(tmp_path):
     tokenizer = embedded_tokenizer()
     spaces = pre_tokenizers.Metaspace(replacement="#", prepend_scheme="first")
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -392,7 +392,7 @@ def test_a_tokenizer_that_looks_at_what_is_around_cannot_keep_control_tokens_as_
 
 
 @pytest.mark.parametrize("changed", [{"prompt": "2+1?"}, {"answer": "3"}, {"s": "So 3"}, {"extra": 2}])
-def test_records_have_a_fingerprint_that_every_part_of_them_changes(load, tmp_path, changed):
+def test_every_part_of_a_record_changes_the_fingerprint(load, tmp_path, changed):
     record = {"prompt": "1+1?", "answer": "2", "s": "So 2", "extra": 1}
     for suffix in ("jsonl", "parquet"):
         files = [write(tmp_path / f"{n}.{suffix}", [one]) for n, one in enumerate([record, record, record | changed])]

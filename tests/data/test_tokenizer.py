@@ -1,4 +1,4 @@
-"""The embedded tokenizer, and what is refused when another one is loaded."""
+"""The embedded tokenizer, and errors of other tokenizers."""
 
 import json
 import re
@@ -94,7 +94,7 @@ def test_a_model_beside_it_does_not_change_its_ids(tokenizer, saved, tmp_path, m
 @pytest.mark.parametrize(
     ("model_type", "word"), [("qwen2", "makes a Qwen2Tokenizer with other ids"), ("qwen3_moe", None), ("llama", None)]
 )
-def test_where_auto_tokenizer_makes_another_one_of_it_that_is_said(tokenizer, tmp_path, model_type, word):
+def test_a_tokenizer_that_auto_tokenizer_loads_wrongly_is_reported(tokenizer, tmp_path, model_type, word):
     embedded_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     same = AutoTokenizer.from_pretrained(tmp_path).encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
@@ -120,7 +120,7 @@ def test_without_eos_it_is_refused(refused, tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_one_that_ends_prompts_is_refused(refused):
+def test_a_tokenizer_that_ends_prompts_is_refused(refused):
     tokenizer = embedded_tokenizer()
     eos = tokenizer.eos_token
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -133,7 +133,7 @@ def test_one_that_ends_prompts_is_refused(refused):
         load_problems(data, tokenizer, **how)
 
 
-def test_without_a_pad_token_it_is_taken_as_it_is(tmp_path):
+def test_a_tokenizer_without_a_pad_token_is_accepted(tmp_path):
     embedded_tokenizer().save_pretrained(tmp_path)
     edit_config(tmp_path, pad_token=None)
     assert load_tokenizer(str(tmp_path)).pad_token is None
@@ -147,7 +147,7 @@ def test_a_class_that_ignores_the_file_is_refused(refused, tmp_path):
 
 
 @pytest.mark.parametrize("call", [{"max_length": 8}, {"max_length": 512, "padding": "max_length"}, {"padding": True}])
-def test_padding_and_truncation_of_an_earlier_call_are_no_part_of_it(tokenizer, tmp_path, call):
+def test_saved_padding_and_truncation_are_ignored(tokenizer, tmp_path, call):
     used = embedded_tokenizer()
     used([TEXTS[0], TEXTS[3]], truncation="max_length" in call, **call)
     used.save_pretrained(tmp_path)
@@ -184,8 +184,8 @@ def test_the_text_of_tokens_keeps_its_spaces(tmp_path, make, clean):
     assert load_tokenizer(str(tmp_path / "export")).decode(ids) == text
 
 
-def test_a_class_that_reads_runs_of_spaces_otherwise_is_refused(tmp_path):
-    """Words and digits have the same ids, and runs of line breaks and tabs have not."""
+def test_a_class_with_other_ids_for_runs_of_spaces_is_refused(tmp_path):
+    """Words and digits have the same ids; runs of line breaks and tabs have other ids."""
     pieces = {letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = [("Ċ", "Ċ"), ("ĉ", "ĉ")]
     kept = Tokenizer(
@@ -205,7 +205,7 @@ def test_a_class_that_reads_runs_of_spaces_otherwise_is_refused(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_one_that_loses_text_is_refused(refused, tmp_path):
+def test_a_tokenizer_that_loses_text_is_refused(refused, tmp_path):
     lossy = Tokenizer(
         models.BPE(vocab={s: n for n, s in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
     )
@@ -231,7 +231,7 @@ def test_a_missing_directory(refused, tmp_path):
         load_tokenizer(str(tmp_path / "nowhere"))
 
 
-def test_a_template_with_a_date_writes_the_same_every_day(tmp_path):
+def test_a_template_with_a_date_writes_a_fixed_date(tmp_path):
     tokenizer = embedded_tokenizer()
     tokenizer.chat_template = "{{ strftime_now('%d %b') }}, {{ strftime_now(\"%Y\") }}: {{ messages[0].content }}"
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1?"}')
@@ -240,7 +240,7 @@ def test_a_template_with_a_date_writes_the_same_every_day(tmp_path):
     assert loaded.problems[0].prompt == "26 Jul, 2024: 1+1?"
 
 
-def test_code_that_comes_with_a_tokenizer_is_not_run(tokenizer, tmp_path):
+def test_code_of_a_tokenizer_is_not_run(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     for name in ("tokenizer.json", "vocab.json"):
         (tmp_path / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Answers of several turns, learned after what the policy sees there, and prompts that lose no message or tool."""
+"""Answers of several turns, learned after the text that the policy sees, and prompts with all messages and tools."""
 
 import json
 import re
@@ -34,12 +34,12 @@ REFUSED = {
     "qwen3.5": {"turns", "reasoning in turns"},
     "gpt-oss": {"turns", "reasoning in turns"},  # its end of an earlier turn is not what the policy writes
 }
-"""Chats that the templates drop parts of, or write in another way once more messages follow."""
+"""Chats of which the template drops a part, or that it writes differently if messages follow."""
 
 
 @pytest.mark.parametrize("family", REFUSED)
 @pytest.mark.parametrize("flow", FLOWS)
-def test_each_answer_is_learned_after_what_the_policy_sees_there(tmp_path, family, flow):
+def test_each_answer_is_learned_after_the_text_that_the_policy_sees(tmp_path, family, flow):
     tokenizer, chat = tokenizer_of(family), [SKY, *FLOWS[flow]]
     path = write(tmp_path / "a.jsonl", {"prompt": [SKY], "completion": chat[1:]})
     data = PromptFile(path, answer_key=None, solution_key="completion")
@@ -74,6 +74,14 @@ def test_reasoning_is_kept_where_a_final_answer_makes_the_template_drop_it(tmp_p
     assert text == told.join(learned)
 
 
+def test_user_messages_after_tool_messages_are_joined_if_the_template_has_no_role_for_tools(tmp_path):
+    """Gemma 3's template refuses two user messages in a row; the server joins them too."""
+    completion = [FOUR, RESULT, *TURNS[1:]]
+    text, learned = solution(tokenizer_of("gemma 3"), tmp_path / "a.jsonl", prompt=[SKY], completion=completion)
+    assert learned == ["It is 4.<end_of_turn>", "Yes.<end_of_turn>"]
+    assert text.count("<start_of_turn>user") == 1 and "4\n\nsure?" in text
+
+
 def test_reasoning_follows_the_thinking_that_a_prompt_opens(tmp_path):
     tokenizer = tokenizer_of("deepseek v3")
     text, _ = solution(tokenizer, tmp_path / "a.jsonl", prompt=[SKY], completion=[THOUGHT])
@@ -84,7 +92,7 @@ def test_reasoning_follows_the_thinking_that_a_prompt_opens(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen2.5", "gpt-oss"])
-def test_control_tokens_of_messages_are_tokens_also_where_texts_keep_theirs_as_text(tmp_path, family):
+def test_control_tokens_of_the_template_stay_tokens(tmp_path, family):
     tokenizer = tokenizer_of(family)
     path = write(tmp_path / "a.jsonl", {"prompt": [SKY], "completion": [CALLED_ALONE, RESULT, FOUR]})
     kept, parsed = (
@@ -114,7 +122,7 @@ def prompt(tmp_path, family, suffix=".jsonl", **record):
 
 
 @pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "llama 3.1", "gemma 3", "phi 3.5", "mistral", "gpt-oss"])
-def test_a_message_of_the_developer_is_one_of_the_system(tmp_path, family):
+def test_developer_messages_are_system_messages(tmp_path, family):
     brief = [said("system", "Be brief."), SKY]
     right = prompt(tmp_path, family, prompt=brief)
     assert "Be brief." in right
@@ -129,7 +137,7 @@ def test_a_message_of_the_developer_is_one_of_the_system(tmp_path, family):
         ([SKY, said("function", "4", name="f")], "messages of role 'tool'"),
     ],
 )
-def test_messages_that_a_prompt_would_lose_are_refused(tmp_path, messages, words):
+def test_messages_that_the_template_drops_are_refused(tmp_path, messages, words):
     with pytest.raises(Refusal, match=f"line 1: .*{words}"):
         prompt(tmp_path, "qwen2.5", prompt=messages)
 
@@ -155,13 +163,13 @@ def test_tools_that_a_template_does_not_show_are_refused(tmp_path):
 
 CONTROL = re.compile(r"<[|｜][^<>|｜ ]{2,40}[|｜]>|<(?:end_of_turn|start_of_turn)>|<turn\|>|<\|turn>|\[/?INST\]")
 UNSHOWN = ("idefics3", "llava_next", "smolvlm")
-"""Templates that show texts in parts alone."""
+"""Templates that show texts only in parts."""
 OPENS = (
     "deepseek_r1_distill",
     "deepseekv3",
     *(f"nemotron_3_{name}" for name in ("5_lightning", "nano", "super", "ultra")),
 )
-"""Templates that open thinking in the prompt, and write an answer without thinking elsewhere."""
+"""Templates that open thinking in the prompt, and write an answer without thinking in another place."""
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_a_file_without_a_template_is_a_checkpoint_whose_prompts_are_plain(tmp_p
     file, _ = write_kind(tmp_path / "m.gguf", "llama", template=None)
     tokenizer = load_tokenizer(str(resolve(file)))
     assert tokenizer.chat_template is None and tokenizer.encode("a") == [3 + ord("a")]
-    with pytest.raises(Refusal, match="take a GGUF file that has a template"):
+    with pytest.raises(Refusal, match="use a GGUF file that has a template"):
         ChatTemplate(tokenizer)
 
 

@@ -74,7 +74,7 @@ CASES = {
     ),
     "no EOS": (
         "--model.path {files}/no_eos --data.path {files}/data",
-        "the tokenizer of '{files}/no_eos' has no end-of-sequence token, so no response could end; set \"eos_token\"",
+        "the tokenizer of '{files}/no_eos' has no end-of-sequence token, so responses cannot end; set \"eos_token\"",
     ),
     "torn weights": (
         "--model.path {files}/torn --data.path {files}/data",

@@ -88,17 +88,17 @@ def _call(body: str) -> WrittenCall | str:
 def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
     """Parse the value at an index of the text; return the value and the index after it."""
     if depth > 50:
-        raise ValueError("values lie too deep in each other")
+        raise ValueError("values are nested too deep")
     at = past_space(text, at)
     quote = _QUOTE.match(text, at)
     if quote:
         end = _QUOTE.search(text, quote.end())
         if end is None:
-            raise ValueError("a text has no end")
+            raise ValueError("a string has no end")
         return text[quote.end() : end.start()], end.end()
     if text[at : at + 1] == '"':
         if (shut := text.find('"', at + 1)) < 0:
-            raise ValueError("a text has no end")
+            raise ValueError("a string has no end")
         return text[at + 1 : shut], shut + 1
     if text[at : at + 1] in ("{", "["):
         return _several(text, at, depth)

@@ -21,14 +21,14 @@ def find(text: str, tag: Tag, names: Collection[str]) -> Written:
 
 
 def _call(body: str, key_begin: str, key_end: str, value_begin: str, value_end: str) -> WrittenCall | str:
-    """Parse a call of a name and pairs, in one pass, since a policy may repeat tags endlessly."""
+    """Parse a call of a name and pairs, in one pass, because a policy may repeat tags endlessly."""
     name, *_ = body.split(key_begin, 1)
     left, pairs = elements(body[len(name) :], key_begin, value_end)
     arguments = {}
     for pair in pairs:
         key, _, rest = pair.partition(key_end)
-        between, begun, value = rest.partition(value_begin)
-        if not begun or between.strip() or key_begin in key:
+        between, opened, value = rest.partition(value_begin)
+        if not opened or between.strip() or key_begin in key:
             return _PROBLEM
         arguments[key.strip()] = value
     if left.strip() or "<arg_" in name or "</arg_" in name:

@@ -43,32 +43,32 @@ class Channels:
             return []
         text = "".join((*self._space, self._held, text))
         self._space = []
-        made: list[tuple[Kind, str]] = []
+        pieces: list[tuple[Kind, str]] = []
         at = 0
         for found in self._tag.finditer(text):
-            made += [self._words(text[at : found.start()]), self._tagged(found[0])]
+            pieces += [self._words(text[at : found.start()]), self._tagged(found[0])]
             at = found.end()
         cut = may_begin(text, self._tags, at)
-        begun = text[at:cut].lstrip()
-        if self._state == "between" and (not begun or "to=".startswith(begun)):
+        words = text[at:cut].lstrip()
+        if self._state == "between" and (not words or "to=".startswith(words)):
             cut = at
-        made.append(self._words(text[at:cut]))
+        pieces.append(self._words(text[at:cut]))
         self._held = text[cut:]
-        return [(kind, words) for kind, words in made if words or kind == "call"]  # a call may have no text
+        return [(kind, words) for kind, words in pieces if words or kind == "call"]  # a call may have no text
 
-    def end(self) -> tuple[list[tuple[Kind, str]], Written]:
-        """Return the remaining piece, and the whole parsed reply."""
-        made = self._words(self._held)
+    def end(self) -> Written:
+        """Return the parsed reply."""
+        self._words(self._held)
         self._close()
         self._written.reasoning = "".join(self._reasoning)
-        return [made], self._written
+        return self._written
 
     def _words(self, text: str) -> tuple[Kind, str]:
         if self._state == "between":
-            begun = text.lstrip()
-            if not begun:
+            words = text.lstrip()
+            if not words:
                 return "between", ""
-            self._state = "header" if begun.startswith("to=") else "content"
+            self._state = "header" if words.startswith("to=") else "content"
         match self._state:
             case "header":
                 self._header += text
@@ -97,7 +97,7 @@ class Channels:
         return self._state, ""
 
     def _open(self) -> None:
-        """Begin the body of a message; its kind follows from the header."""
+        """Start the body of a message; its kind follows from the header."""
         receiver = _RECEIVER.search(self._header)
         if receiver is not None and self._has_tools:
             self._state, self._receiver = "call", receiver[1]
@@ -119,4 +119,4 @@ def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     """Find the calls, the reasoning and the content of a reply."""
     channels = Channels(tag, names)
     channels.add(text)
-    return channels.end()[1]
+    return channels.end()

@@ -4,18 +4,25 @@ Several calls are separated by `;`, and `<|python_tag|>` may precede them. Witho
 it has a name and parameters, or the name of a tool, because an answer may be JSON too.
 """
 
-import json
 import re
 from collections.abc import Collection
 from typing import Any
 
-from jaxrlhf.conversations.tool_calls.written import CallBlock, Tag, Written, WrittenCall, calls_of, past_space
+from jaxrlhf.conversations.tool_calls.written import (
+    JSON_ERRORS,
+    CallBlock,
+    Tag,
+    Written,
+    WrittenCall,
+    calls_of,
+    json_value,
+    past_space,
+)
 
 SIGNS = ("<|python_tag|>", "<|start_header_id|>")
 OPENINGS, BEGINNINGS = ("<|python_tag|>",), ("{",)
-_DECODER = json.JSONDecoder(strict=False)
 _KEYS = ("parameters", "arguments")
-_BEGUN = re.compile(r'\{\s*+"name"\s*+:\s*+"([^"]*+)"\s*+,\s*+"(?:parameters|arguments)"')
+_OPENED = re.compile(r'\{\s*+"name"\s*+:\s*+"([^"]*+)"\s*+,\s*+"(?:parameters|arguments)"')
 
 
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
@@ -26,8 +33,8 @@ def find(text: str, tag: Tag, names: Collection[str]) -> Written:
         return Written([before, CallBlock(python + body, calls or ["a call is a JSON object"])])
     begin = past_space(text, 0)
     calls, end = _objects(text, begin, names)
-    begun = _BEGUN.match(text, end)
-    if begun is not None and begun[1] in names:  # a call in invalid JSON
+    opened = _OPENED.match(text, end)
+    if opened is not None and opened[1] in names:  # a call in invalid JSON
         calls, end = [*calls, *_objects(text, end)[0]], len(text)
     return Written([CallBlock(text[:end], calls), text[end:].lstrip()] if calls else [text])
 
@@ -43,14 +50,14 @@ def _objects(text: str, at: int, names: Collection[str] | None = None) -> tuple[
     at = past_space(text, at)
     while at < len(text):
         try:
-            value, behind = _DECODER.raw_decode(text, at)
-        except (ValueError, RecursionError) as error:
+            value, after = json_value(text, at)
+        except JSON_ERRORS as error:
             return ([*found, f"a call is not JSON: {error}"] if names is None else found), end
-        following = past_space(text, behind)
+        following = past_space(text, after)
         if names is not None and not _is_call(value, names, alone=following == len(text)):
             return found, end
         found += calls_of(value, _KEYS)
-        end, at = behind, following
+        end, at = after, following
         if text.startswith(";", at):
             at = past_space(text, at + 1)
     return found, end

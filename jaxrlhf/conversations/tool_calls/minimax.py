@@ -38,7 +38,7 @@ def _call(invoke: str, prefix: str) -> WrittenCall | str:
     left, parameters = elements(body, f'<{prefix}parameter name="', f"</{prefix}parameter>")
     pairs = [_named(parameter) for parameter in parameters]
     if left.strip() or None in (name, *(key for key, _ in pairs)):
-        return f'a call holds parameters alone, each with name="...", got {(left.strip() or invoke)[:80]!r}'
+        return f'a call contains only parameters, each with name="...", got {(left.strip() or invoke)[:80]!r}'
     return WrittenCall(name, {key: value.removeprefix("\n").removesuffix("\n") for key, value in pairs}, typed=False)
 
 

@@ -26,7 +26,7 @@ def _call(body: str) -> WrittenCall | str:
     left, parameters = elements(function[2], "<parameter=", "</parameter>")
     pairs = [parameter.partition(">") for parameter in parameters]
     if left.strip() or not all(ended and "\n" not in key for key, ended, _ in pairs):
-        shown = (left.strip() or function[2])[:80]
-        return f"a call holds parameters alone, each <parameter=key>value</parameter>, got {shown!r}"
+        given = (left.strip() or function[2])[:80]
+        return f"a call contains only parameters, each <parameter=key>value</parameter>, got {given!r}"
     arguments = {key.strip(): value.removeprefix("\n").removesuffix("\n") for key, _, value in pairs}
     return WrittenCall(function[1].strip(), arguments, False)

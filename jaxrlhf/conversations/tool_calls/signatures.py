@@ -54,7 +54,7 @@ class Signatures:
         properties = self._parameters[name].get("properties") or {}
         given = {key: _fitting(value, properties.get(key, {}), typed=written.typed) for key, value in arguments.items()}
         if not _is_json(given):
-            return MalformedCall("arguments", f"the arguments of {name} must be what JSON can hold")
+            return MalformedCall("arguments", f"the arguments of {name} must be JSON values")
         error = next(iter(self._validators[name].iter_errors(given)), None)
         if error is not None:
             place = "".join(f" {part}" for part in error.absolute_path)
@@ -77,7 +77,7 @@ def _declared(tool: ToolSchema) -> tuple[str, Mapping[str, Any]]:
     function = tool.get("function", tool)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise Refusal(f'a tool\'s schema has no name, at {tool!r:.200}; it is {{"function": {{"name": ...}}}}')
+        raise Refusal(f'a tool schema has no name: {tool!r:.200}; expected {{"function": {{"name": ...}}}}')
     schema = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(schema, Mapping):
         raise Refusal(f"the parameters of tool {name!r} are no JSON schema of an object: {schema!r:.200}")
@@ -99,7 +99,7 @@ def _validator(name: str, schema: Mapping[str, Any]) -> Draft202012Validator:
         try:
             resolver.lookup(reference)
         except Unresolvable as error:
-            raise Refusal(f"the parameters of tool {name!r} refer to {reference!r}, and it is not there") from error
+            raise Refusal(f"the parameters of tool {name!r} refer to {reference!r}, which does not exist") from error
     return Draft202012Validator(strict)
 
 

@@ -54,13 +54,17 @@ class Written:
         return [call for part in self.parts if isinstance(part, CallBlock) for call in part.calls]
 
 
+JSON_ERRORS = (ValueError, RecursionError)
+"""Exceptions of `json` for texts that are not JSON, or too deep."""
+
+_DECODER = json.JSONDecoder(strict=False)
 _SPACE = re.compile(r"\s*+")
 
 End = Callable[[str, int, str], int]
 """Function from a text, the index after an opening tag, and the closing tag, to the index of the closing tag that ends
 the call, even if values spell closing tags; -1 if the function cannot find the end."""
 
-_MOST_IN_VAIN = 8
+_MOST_FAILURES = 8
 """Maximum number of failed searches for the end of a call, since a policy may repeat itself endlessly."""
 
 
@@ -77,16 +81,16 @@ def in_blocks(
     written = Written([])
     closings = dict(tags)
     openings = re.compile("|".join(re.escape(opening) for opening in closings))
-    at, vain = 0, 0
+    at, failures = 0, 0
     while (opened := openings.search(text, at)) is not None:
         written.parts.append(text[at : opened.start()])
         begin, closing = opened.end(), closings[opened[0]]
         calls: list[WrittenCall | str] = []
         stop = -1
-        if end is not None and vain < _MOST_IN_VAIN:
+        if end is not None and failures < _MOST_FAILURES:
             stop = end(text, begin, closing)
             calls = read(text[begin:stop]) if stop >= 0 else []
-            vain += not calls or any(isinstance(call, str) for call in calls)
+            failures += not calls or any(isinstance(call, str) for call in calls)
         if not calls or any(isinstance(call, str) for call in calls):
             following = openings.search(text, begin)
             limit = len(text) if following is None else following.start()
@@ -100,14 +104,23 @@ def in_blocks(
     return written
 
 
+def json_value(text: str, at: int) -> tuple[Any, int]:
+    """Parse the JSON value at an index of the text, after whitespace; return the value and the index after it.
+
+    Raises:
+      ValueError, RecursionError: The text is not JSON, or too deep.
+    """
+    return _DECODER.raw_decode(text, past_space(text, at))
+
+
 def after_json(text: str, begin: int, closing: str) -> int:
-    """Find the end of a pair of tags with JSON content: the closing tag after the value."""
-    at = past_space(text, begin)
+    """Find the end of a pair of tags with JSON content, perhaps in a block of Markdown: the tag after the value."""
     try:
-        _, at = json.JSONDecoder(strict=False).raw_decode(text, at)
-    except (ValueError, RecursionError):
+        _, at = json_value(text, begin)
+    except JSON_ERRORS:
         return -1
     at = past_space(text, at)
+    at = past_space(text, at + 3) if text.startswith("```", at) else at
     return at if text.startswith(closing, at) else -1
 
 
@@ -119,13 +132,7 @@ def after_arguments(separator: str) -> End:
         first = text.find("{", max(named, begin))
         if named < 0 or first < 0 or closing in text[begin:first]:
             return -1
-        try:
-            _, at = json.JSONDecoder(strict=False).raw_decode(text, first)
-        except (ValueError, RecursionError):
-            return -1
-        at = past_space(text, at)
-        at = past_space(text, at + 3) if text.startswith("```", at) else at
-        return at if text.startswith(closing, at) else -1
+        return after_json(text, first, closing)
 
     return end
 
@@ -179,7 +186,7 @@ def elements(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
     outside, inside, at = "", list[str](), 0
     while (begin := text.find(opening, at)) >= 0 and (end := ends.search(text, begin + len(opening))) is not None:
         value = text[begin + len(opening) : end.start()]
-        if opening in value.partition(closing)[2]:  # two elements, and words between them
+        if opening in value.partition(closing)[2]:  # two elements with text between them
             break
         outside += text[at:begin]
         inside.append(value)
@@ -191,7 +198,7 @@ def json_call(text: str) -> list[WrittenCall | str]:
     """Parse the calls of a JSON object with a name and arguments, or of a list of such objects."""
     try:
         value = json.loads(text, strict=False)
-    except (ValueError, RecursionError) as error:
+    except JSON_ERRORS as error:
         return [f"a call is not JSON: {error}"]
     return calls_of(value, ("arguments", "parameters"))
 
@@ -211,7 +218,7 @@ def json_arguments(name: str, text: str) -> WrittenCall | str:
     """Return the call of a name with arguments in JSON, or an error text."""
     try:
         return WrittenCall(name.strip(), json.loads(text, strict=False))
-    except (ValueError, RecursionError) as error:
+    except JSON_ERRORS as error:
         return f"the arguments of a call are not JSON: {error}"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.data.chats.parts import contents, is_picture
+from jaxrlhf.data.chats.parts import contents, is_image
 from jaxrlhf.data.images import MARK
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -33,7 +33,7 @@ def tool_schemas(tools: Any) -> list[dict[str, Any]]:
 
 
 def _whole(value: Any) -> Any:
-    """Return a schema without keys that are None, which parquet adds where records have different keys."""
+    """Return a schema without keys that are None, which parquet adds if records have different keys."""
     if isinstance(value, Mapping):
         return {key: _whole(item) for key, item in value.items() if item is not None}
     return [_whole(item) for item in value] if isinstance(value, list) else value
@@ -44,9 +44,27 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return function if isinstance(function, Mapping) else {}
 
 
-def is_chat(value: Any) -> bool:
-    """Return True for a list of messages, as opposed to a list of texts."""
-    return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
+def read_prompt(value: Any, place: str, key: str, *, images: bool = False) -> str | list[dict[str, Any]]:
+    """Return the prompt in a field: a text, or chat messages.
+
+    Args:
+      images: True allows images in the messages.
+
+    Raises:
+      Refusal: The value is empty or no prompt, or contains an image.
+    """
+    if value and isinstance(value, str):
+        return value
+    if not value or not isinstance(value, list):
+        raise Refusal(f"{place}: {key!r} must be a text or a list of messages, got {value!r:.80}")
+    if not images:
+        check_no_images(value, place, key)
+    return read_messages(value, place, key)
+
+
+def read_messages(messages: list[Any], place: str, key: str) -> list[dict[str, Any]]:
+    """Return the messages in a field, as `read_message` does."""
+    return [read_message(message, f"{place}: a message in {key!r}") for message in messages]
 
 
 def read_message(given: Any, where: str) -> dict[str, Any]:
@@ -63,17 +81,15 @@ def read_message(given: Any, where: str) -> dict[str, Any]:
         raise Refusal(f"{where} must have the texts 'role' and 'content', got {given!r:.80}")
     kept = {key: value for key, value in message.items() if value is not None and (value or key not in REASONING)}
     if "function_call" in kept or kept["role"] == "function":
-        raise Refusal(
-            f"{where} is of OpenAI's old form, 'function_call'; write 'tool_calls' and messages of role 'tool'"
-        )
+        raise Refusal(f"{where} has OpenAI's old form, 'function_call'; write 'tool_calls' and messages of role 'tool'")
     if kept["role"] == "developer":
         kept["role"] = "system"
     if kept.get("tool_calls"):
         kept["tool_calls"] = _calls(kept["tool_calls"], where)
     else:
         kept.pop("tool_calls", None)
-    says_more = "tool_calls" in kept or any(kept.get(name) for name in REASONING)
-    content = kept.get("content", "" if says_more and kept["role"] == "assistant" else None)
+    optional = kept["role"] == "assistant" and ("tool_calls" in kept or any(kept.get(name) for name in REASONING))
+    content = kept.get("content", "" if optional else None)
     if isinstance(content, list):
         content = _text(content)
     if not isinstance(content, str):
@@ -87,16 +103,16 @@ def _of_sharegpt(given: Any, where: str) -> Any:
         return given
     speaker = given["from"]
     if speaker == "function_call":
-        raise Refusal(f"{where} is a function_call of ShareGPT's form; write it as an assistant's 'tool_calls'")
+        raise Refusal(f"{where} is a function_call of ShareGPT's form; write an assistant message with 'tool_calls'")
     others = {key: value for key, value in given.items() if key not in ("from", "value")}
     return {**others, "role": _SHAREGPT.get(speaker, speaker), "content": given.get("value")}
 
 
 def _text(parts: list[Any]) -> str | None:
     """Join the parts of a content into one text; return None if a part is neither text nor image."""
-    texts = [MARK if is_picture(part) else part.get("text") if isinstance(part, Mapping) else None for part in parts]
-    whole = [text for text in texts if isinstance(text, str)]
-    return "".join(whole) if len(whole) == len(texts) else None
+    found = [MARK if is_image(part) else part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    texts = [text for text in found if isinstance(text, str)]
+    return "".join(texts) if len(texts) == len(found) else None
 
 
 def _calls(given: Any, where: str) -> list[dict[str, Any]]:
@@ -110,7 +126,7 @@ def _calls(given: Any, where: str) -> list[dict[str, Any]]:
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError) as error:
-            raise Refusal(f"{where}: the arguments of the call {function['name']} are no JSON ({error})") from error
+            raise Refusal(f"{where}: the arguments of the call {function['name']} are not JSON ({error})") from error
         if not isinstance(arguments, Mapping):
             raise Refusal(
                 f"{where}: the arguments of the call {function['name']} must be an object, got {arguments!r:.80}"
@@ -123,32 +139,32 @@ def _calls(given: Any, where: str) -> list[dict[str, Any]]:
 
 def read_answer(messages: list[Any], place: str, key: str) -> str | list[dict[str, Any]]:
     """Return an assistant's answer: the text of a single message without calls and reasoning, else all messages."""
-    read = answering(messages, place, key)
+    read = read_turns(messages, place, key)
     plain = len(read) == 1 and not (read[0].keys() & {"tool_calls", *REASONING})
     return str(read[0]["content"]) if plain else read
 
 
-def answering(messages: list[Any], place: str, key: str) -> list[dict[str, Any]]:
-    """Read the messages of an answer.
+def read_turns(messages: list[Any], place: str, key: str) -> list[dict[str, Any]]:
+    """Return the messages of an answer.
 
     Raises:
-      Refusal: The messages do not begin and end with the assistant's, or contain an image.
+      Refusal: The first or last message is not the assistant's, or a message contains an image.
     """
-    read = [read_message(message, f"{place}: a message in {key!r}") for message in messages]
+    read = read_messages(messages, place, key)
     if not read or read[0]["role"] != "assistant" or read[-1]["role"] != "assistant":
         raise Refusal(
-            f"{place}: {key!r} must begin and end with a message of the assistant, got the roles "
+            f"{place}: {key!r} must begin and end with an assistant message, got the roles "
             f"{[message['role'] for message in read]}"
         )
-    check_no_pictures(messages, place, key)
+    check_no_images(messages, place, key)
     return read
 
 
-def check_no_pictures(messages: list[Any], place: str, key: str) -> None:
+def check_no_images(messages: list[Any], place: str, key: str) -> None:
     """Raise `Refusal` if a message of a text-only field contains an image."""
     parts = (part for message in messages if isinstance(message, Mapping) for part in contents(message))
-    if any(map(is_picture, parts)):
-        raise Refusal(f"{place}: {key!r} shows a picture, and only texts are read there; leave the record out")
+    if any(map(is_image, parts)):
+        raise Refusal(f"{place}: {key!r} contains an image, and only texts are read there; leave the record out")
 
 
 def without_prompt(messages: list[Any], prompt: Any, place: str, key: str) -> list[Any]:
@@ -157,17 +173,14 @@ def without_prompt(messages: list[Any], prompt: Any, place: str, key: str) -> li
     Raises:
       Refusal: The messages begin with another prompt.
     """
-    read = [read_message(message, f"{place}: a message in {key!r}") for message in messages]
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if not read or (read[0]["role"] == "assistant" and asked[0]["role"] != "assistant"):
+    read = read_messages(messages, place, key)
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if not read or (read[0]["role"] == "assistant" and turns[0]["role"] != "assistant"):
         return messages
-    if _spoken(read[: len(asked)]) == _spoken(asked):
-        return messages[len(asked) :]
+    beginning, given = ([(one["role"], one["content"]) for one in some] for some in (read[: len(turns)], turns))
+    if beginning == given:
+        return messages[len(turns) :]
     raise Refusal(
-        f"{place}: the messages before the answer in {key!r} are not those of the prompt; give the answer alone, or "
-        "the prompt as the messages that go before it"
+        f"{place}: the messages before the answer in {key!r} differ from the prompt; give the answer alone, or the "
+        "prompt as the messages before it"
     )
-
-
-def _spoken(messages: list[Any]) -> list[tuple[str, str]]:
-    return [(message["role"], message["content"]) for message in messages]

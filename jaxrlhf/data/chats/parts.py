@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-_PICTURES = ("image", "image_url")
+_TYPES = ("image", "image_url")
 _NAMES = ("bytes", "path", "url", "image", "image_url")
 
 
@@ -13,19 +13,19 @@ def contents(message: Mapping[str, Any]) -> list[Any]:
     return content if isinstance(content, list) else []
 
 
-def is_picture(part: Any) -> bool:
+def is_image(part: Any) -> bool:
     """Return True for a part that is an image."""
-    return isinstance(part, Mapping) and part.get("type") in _PICTURES
+    return isinstance(part, Mapping) and part.get("type") in _TYPES
 
 
-def held(value: Any) -> Any:
+def unpacked(value: Any) -> Any:
     """Return the bytes, path or URL of an image; mappings, such as of `datasets` or OpenAI's API, are unpacked."""
     if not isinstance(value, Mapping):
         return value
-    return next((held(value[name]) for name in _NAMES if value.get(name)), None)
+    return next((unpacked(value[name]) for name in _NAMES if value.get(name)), None)
 
 
-def pictures_named(messages: Any) -> list[Any]:
+def named_images(messages: Any) -> list[Any]:
     """Return the images that parts of messages refer to, in order."""
-    found = [held(part) for message in messages for part in contents(message) if is_picture(part)]
-    return [picture for picture in found if picture is not None]
+    found = [unpacked(part) for message in messages for part in contents(message) if is_image(part)]
+    return [image for image in found if image is not None]

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrlhf.config import Refusal
 
-PACKED = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed files."""
 
 LONGEST_LINE = 1 << 28
@@ -22,12 +22,12 @@ def lines_of(path: Path) -> Iterator[bytes]:
     Raises:
       Refusal: A compressed file is incomplete or damaged, or one of its lines is too long.
     """
-    if path.suffix not in PACKED:
+    if path.suffix not in COMPRESSED:
         with path.open("rb") as file:
             yield from file
         return
     try:
-        with _unpacked(path) as file:
+        with _opened(path) as file:
             while line := file.readline(LONGEST_LINE + 1):
                 if len(line) > LONGEST_LINE:
                     raise Refusal(
@@ -35,19 +35,16 @@ def lines_of(path: Path) -> Iterator[bytes]:
                         "line, so leave the record out"
                     )
                 yield line
-    except (OSError, EOFError, zlib.error) as error:
-        raise _not_whole(path, error) from error
-    except Exception as error:  # LZMAError cannot be imported if Python was built without lzma
-        if type(error).__name__ != "LZMAError":
+    except Exception as error:
+        # LZMAError cannot be imported if Python was built without lzma.
+        if not isinstance(error, OSError | EOFError | zlib.error) and type(error).__name__ != "LZMAError":
             raise
-        raise _not_whole(path, error) from error
+        raise Refusal(
+            f"{path}: incomplete or damaged {path.suffix} file ({error}); download or compress it again"
+        ) from error
 
 
-def _not_whole(path: Path, error: Exception) -> Refusal:
-    return Refusal(f"{path}: not a whole {path.suffix} file ({error}); download or pack it again")
-
-
-def _unpacked(path: Path) -> Any:
+def _opened(path: Path) -> Any:
     """Open a compressed file, as a context manager."""
     if path.suffix == ".gz":
         return gzip.open(path)

@@ -5,18 +5,18 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import takewhile
 from typing import Any
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.sources import PairFields
 from jaxrlhf.data.arithmetic import OPERATORS, Split, stable_hash
-from jaxrlhf.data.chats.messages import check_no_pictures, is_chat, read_answer, read_message, without_prompt
+from jaxrlhf.data.chats.messages import check_no_images, read_answer, read_messages, read_prompt, without_prompt
+from jaxrlhf.data.control_tokens import prefix_of_both
 from jaxrlhf.data.records import Messages, PairPart, Row, SourceRecord
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ANSWERS = ("chosen", "rejected")
-_PICTURES = ("images", "image")
+_IMAGES = ("images", "image")
 """Fields of published pairs that hold images."""
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
@@ -32,30 +32,26 @@ def wrong_solution(question: str, solution: str) -> str:
     if choice % 2 and len(steps) > 1:
         return "\n".join((*steps[:-1], f"#### {steps[-2].partition('=')[2]}"))
     off = (choice // 2 % 3 + 1) * (1 if choice // 8 % 2 else -1)
-    slipped = _with_slip(steps, choice // 16 % len(steps), off)
-    if slipped[-1] == last:  # a division rounded the slip away
-        slipped = _with_slip(steps, len(steps) - 1, off)
-    return "\n".join(slipped)
+    lines = _with_mistake(steps, choice // 16 % len(steps), off)
+    if lines[-1] == last:  # a division rounded the mistake away
+        lines = _with_mistake(steps, len(steps) - 1, off)
+    return "\n".join(lines)
 
 
-def _with_slip(steps: Sequence[str], slip: int, off: int) -> list[str]:
-    """Return the lines with `off` added to the result of step `slip`, or `-off` if the sum would be negative."""
+def _with_mistake(steps: Sequence[str], mistake: int, off: int) -> list[str]:
+    """Return the lines with `off` added to the result of step `mistake`, or `-off` if the sum would be negative."""
     lines, right, wrong = [], "", ""
     for number, step in enumerate(steps):
         task, _, result = step.partition("=")
-        if number > slip:
+        if number > mistake:
             task = wrong + task.removeprefix(right)
-        value = _worked_out(task)
-        if number == slip:
+        left, operator, operand = re.fullmatch(r"(-?\d+)([-+*/])(\d+)", task).groups()  # type: ignore[union-attr]
+        value = OPERATORS[operator](int(left), int(operand))
+        if number == mistake:
             value += off if value + off >= 0 else -off
         lines.append(f"{task}={value}")
         right, wrong = result, str(value)
     return [*lines, f"#### {wrong}"]
-
-
-def _worked_out(task: str) -> int:
-    left, operator, right = re.fullmatch(r"(-?\d+)([-+*/])(\d+)", task).groups()  # type: ignore[union-attr]
-    return OPERATORS[operator](int(left), int(right))
 
 
 def read_pairs(rows: Iterable[Row], data: PairFields, split: Split, malformed: list[str]) -> Iterator[SourceRecord]:
@@ -93,14 +89,12 @@ def _held_out(pair: SourceRecord, data: PairFields) -> bool:
 def _pair(row: Row, data: PairFields) -> SourceRecord:
     if not row.has(data.chosen_key) and row.has("completion") and row.has("label"):
         raise Refusal(
-            f"{row.place}: a 'completion' with a 'label' is no pair, and single labelled answers are not read; give "
+            f"{row.place}: a 'completion' with a 'label' is no pair, and single labeled answers are not read; give "
             f"{data.chosen_key!r} and {data.rejected_key!r}"
         )
-    shown = [key for key in _PICTURES if row.has(key) and row.value(key)]
-    if shown:
-        raise Refusal(
-            f"{row.place}: it has pictures in {shown[0]!r}, and pairs are of text alone; leave the record out"
-        )
+    for key in _IMAGES:
+        if row.has(key) and row.value(key):
+            raise Refusal(f"{row.place}: {key!r} contains images, and pairs are text only; leave the record out")
     first, second = row.value(data.chosen_key, "chosen_key"), row.value(data.rejected_key, "rejected_key")
     prompt: str | Messages | None
     chosen: str | Messages
@@ -111,11 +105,11 @@ def _pair(row: Row, data: PairFields) -> SourceRecord:
         if isinstance(chosen, str) != isinstance(rejected, str):  # messages in both, so that the template renders both
             chosen, rejected = map(_as_messages, (chosen, rejected))
     else:
-        chosen, rejected = said_text, other_text = [_text(row, key) for key in (data.chosen_key, data.rejected_key)]
+        chosen, rejected = texts = [_text(row, key) for key in (data.chosen_key, data.rejected_key)]
         prompt = _prompt(row, data)
         if prompt is None:
-            prompt, chosen, rejected = _split(row, said_text, other_text, data)
-    empty = [name for name, answer in zip(_ANSWERS, (chosen, rejected), strict=True) if not _says_something(answer)]
+            prompt, chosen, rejected = _split(row, texts, data)
+    empty = [name for name, answer in zip(_ANSWERS, (chosen, rejected), strict=True) if not _has_content(answer)]
     if empty:
         raise Refusal(f"{row.place}: the {' and the '.join(empty)} answer is empty")
     if chosen == rejected:
@@ -134,7 +128,7 @@ def _as_messages(answer: str | Messages) -> Messages:
     return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
 
 
-def _says_something(answer: str | Messages) -> bool:
+def _has_content(answer: str | Messages) -> bool:
     return bool(answer.strip()) if isinstance(answer, str) else bool(answer)
 
 
@@ -149,23 +143,20 @@ def _split_messages(
     """
     prompt = _prompt(row, data)
     answers = [*zip(_ANSWERS, (chosen, rejected), strict=True)]
-    read = [[_message(row, one, key) for one in messages] for key, messages in answers]
+    for key, messages in answers:
+        check_no_images(messages, row.place, key)
+    read = [read_messages(messages, row.place, key) for key, messages in answers]
     answered = [bool(messages) and messages[0]["role"] == "assistant" for messages in read]
     if prompt is not None and all(answered):
         return prompt, chosen, rejected
     if isinstance(prompt, list):
         first, second = (without_prompt(messages, prompt, row.place, key) for key, messages in answers)
         return prompt, first, second
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*read, strict=False)))
-    same = min(same, *(len(messages) - 1 for messages in read))
+    pairs = enumerate(zip(*(messages[:-1] for messages in read), strict=False))
+    same = next((n for n, (one, other) in pairs if one != other), min(map(len, read)) - 1)
     if same < 1:
-        raise Refusal(f"{row.place}: chosen and rejected begin with no message in common, which would be the prompt")
+        raise Refusal(f"{row.place}: chosen and rejected have no first message in common, so the prompt is unknown")
     return read[0][:same], chosen[same:], rejected[same:]
-
-
-def _message(row: Row, given: Any, key: str) -> dict[str, Any]:
-    check_no_pictures([given], row.place, key)
-    return read_message(given, f"{row.place}: a message in {key!r}")
 
 
 def _text(row: Row, key: str) -> str:
@@ -180,19 +171,7 @@ def _prompt(row: Row, data: PairFields) -> str | Messages | None:
     key = data.prompt_key
     if key is None or (key == "prompt" and not row.has(key)):
         return None
-    return prompt_of(row, key)
-
-
-def prompt_of(row: Row, key: str) -> str | Messages:
-    """Return the prompt in a field: a text, or chat messages."""
-    value = row.value(key, "prompt_key")
-    return value if value and isinstance(value, str) else _messages(row, value, key)
-
-
-def _messages(row: Row, value: Any, key: str) -> Messages:
-    if not is_chat(value):
-        raise Refusal(f"{row.place}: {key!r} must be a text or a list of chat messages, got {value!r:.80}")
-    return [_message(row, one, key) for one in value]
+    return read_prompt(row.value(key, "prompt_key"), row.place, key)
 
 
 def _safe(row: Row, data: PairFields) -> tuple[bool, bool] | None:
@@ -204,16 +183,17 @@ def _safe(row: Row, data: PairFields) -> tuple[bool, bool] | None:
     return chosen, rejected
 
 
-def _split(row: Row, chosen: str, rejected: str, data: PairFields) -> tuple[str | Messages, str, str]:
-    """Return the prompt that both texts begin with, and the rest of each text."""
+def _split(row: Row, texts: list[str], data: PairFields) -> tuple[str | Messages, str, str]:
+    """Return the prompt that both answers begin with, and the rest of each answer."""
+    chosen, rejected = texts
     if data.prompt_key is None and not (_TURN.match(chosen) and _TURN.match(rejected)):
         return _split_texts(row, chosen, rejected)
     try:
-        *shared, last = dialogue(chosen, place=f"{row.place}: chosen")
-        *others, other = dialogue(rejected, place=f"{row.place}: rejected")
+        *shared, last = _dialogue(chosen, place=f"{row.place}: chosen")
+        *others, other = _dialogue(rejected, place=f"{row.place}: rejected")
     except Refusal as error:
-        there = sorted(row.record)
-        raise Refusal(f"{error}; a field with the prompt is named by prompt_key, and there are {there}") from error
+        fields = sorted(row.record)
+        raise Refusal(f"{error}; if a field has the prompt, name it by prompt_key, there are {fields}") from error
     if shared != others:
         raise Refusal(f"{row.place}: chosen and rejected differ before the last turn")
     return shared, str(last["content"]), str(other["content"])
@@ -221,18 +201,17 @@ def _split(row: Row, chosen: str, rejected: str, data: PairFields) -> tuple[str 
 
 def _split_texts(row: Row, chosen: str, rejected: str) -> tuple[str, str, str]:
     """Return the words that both texts begin with, and the rest of each text, from the space before it on."""
-    same = takewhile(lambda letters: letters[0] == letters[1], zip(chosen, rejected, strict=False))
-    found = re.match(r"(?s)(.*\S)\s", "".join(letter for letter, _ in same))
+    found = re.match(r"(?s)(.*\S)\s", prefix_of_both(chosen, rejected))
     if found is None:
         raise Refusal(
-            f"{row.place}: prompt_key=None takes the words that chosen and rejected begin with as the prompt, and they "
+            f"{row.place}: with prompt_key=None the prompt is the words that chosen and rejected begin with, and they "
             f"have none in common, got {chosen!r:.60} and {rejected!r:.60}"
         )
     prompt = found[1]
     return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
 
 
-def dialogue(text: str, *, place: str) -> Messages:
+def _dialogue(text: str, *, place: str) -> Messages:
     """Return the turns of a dialogue in the format of hh-rlhf as chat messages.
 
     Raises:
@@ -242,6 +221,6 @@ def dialogue(text: str, *, place: str) -> Messages:
     roles = parts[::2]
     if before.strip() or not roles or roles != ["Human", "Assistant"] * (len(roles) // 2):
         raise Refusal(
-            f"{place}: turns have to alternate, from '\\n\\nHuman:' to a last '\\n\\nAssistant:', got {text!r:.80}"
+            f"{place}: turns must alternate, from '\\n\\nHuman:' to a last '\\n\\nAssistant:', got {text!r:.80}"
         )
-    return [{"role": _ROLES[role], "content": said.strip()} for role, said in zip(roles, parts[1::2], strict=True)]
+    return [{"role": _ROLES[role], "content": turn.strip()} for role, turn in zip(roles, parts[1::2], strict=True)]

@@ -7,8 +7,8 @@ from typing import Any
 from jaxrlhf.batch import Problem
 from jaxrlhf.config import HubSteps, Refusal, StepFile
 from jaxrlhf.data.arithmetic import Split
+from jaxrlhf.data.chats.messages import read_prompt
 from jaxrlhf.data.hub import split_rows
-from jaxrlhf.data.labelled.pairs import prompt_of
 from jaxrlhf.data.records import Row, SourceRecord, StepPart
 
 
@@ -36,10 +36,11 @@ def read_steps(data: StepFile | HubSteps, split: Split) -> Iterator[SourceRecord
         if len(steps) != len(labels):
             raise Refusal(
                 f"{row.place}: {data.steps_key!r} has {len(steps)} steps and {data.labels_key!r} {len(labels)} labels; "
-                "give each step one"
+                "give each step one label"
             )
+        prompt = read_prompt(row.value(data.prompt_key, "prompt_key"), row.place, data.prompt_key)
         parts = StepPart(steps, labels, data.separator)
-        yield SourceRecord(row.place, prompt_of(row, data.prompt_key), None, None, row.stored, steps=parts)
+        yield SourceRecord(row.place, prompt, None, None, row.stored, steps=parts)
 
 
 def _listed(row: Row, key: str, kind: type, called: str) -> tuple[Any, ...]:

@@ -26,10 +26,10 @@ from jaxrlhf.runtime.cache_folder import cache_folder
 LEAST_BYTES = 16 * 2**20
 """Minimum total size of the text of a split that is cached."""
 
-_PACKED = 8
+_COMPRESSION = 8
 """Approximate bytes of text in one byte of a compressed file."""
 
-_VERSION = 8
+_VERSION = 9
 
 
 def cache_folder_of(
@@ -56,7 +56,7 @@ def cache_folder_of(
 
 
 def _text_bytes(name: str, size: int) -> int:
-    return size if name.endswith((".jsonl", ".ndjson", ".json", ".csv", ".tsv")) else size * _PACKED
+    return size if name.endswith((".jsonl", ".ndjson", ".json", ".csv", ".tsv")) else size * _COMPRESSION
 
 
 def _place() -> Path | None:

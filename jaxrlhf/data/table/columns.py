@@ -48,25 +48,15 @@ class Bytes:
         return self._count
 
     def __getitem__(self, index: int) -> bytes:
-        self.seal()
-        assert self._read is not None
-        values, ends = self._read
+        values, ends = self.arrays
         return values[ends[index] : ends[index + 1]].tobytes()
 
     @property
-    def sizes(self) -> np.ndarray:
-        """Size of each value in bytes."""
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of all values, as uint8, and the end of each value, as int64 after a 0; no value can be added later."""
         self.seal()
         assert self._read is not None
-        return np.diff(self._read[1])
-
-    def feed(self, take: Callable[[memoryview], object], *, unit: int) -> None:
-        """Pass the bytes of all values to `take`, then the ends of the values in units of `unit` bytes."""
-        self.seal()
-        assert self._read is not None
-        values, ends = self._read
-        take(values.data)
-        take((ends // unit).data)
+        return self._read
 
 
 class _Appended:
@@ -107,12 +97,14 @@ class TokenLists:
 
     def feed(self, take: Callable[[memoryview], object]) -> None:
         """Pass the bytes of all lists to `take`, then the ends of the lists in tokens."""
-        self._column.feed(take, unit=4)
+        values, ends = self._column.arrays
+        take(values.data)
+        take((ends // 4).data)
 
     @property
     def lengths(self) -> np.ndarray:
         """Number of tokens of each list."""
-        return self._column.sizes // 4
+        return np.diff(self._column.arrays[1]) // 4
 
 
 def _map(path: Path) -> np.ndarray:

@@ -14,29 +14,17 @@ from jaxrlhf.data.records import Stored, restored
 from jaxrlhf.data.table import column_values
 from jaxrlhf.data.table.columns import Bytes, TokenLists
 
-_COLUMNS = (
-    "prompt_tokens",
-    "solutions",
-    "masks",
-    "rejected",
-    "ids",
-    "prompts",
-    "answers",
-    "messages",
-    "records",
-    "pairs",
-    "steps",
-    "further",
-)
+_COLUMNS = ("prompt_tokens", "solutions", "rejected", "fields")
+_FIELDS = ("prompt_id", "prompt", "answer", "record", "solution_mask", "messages", "further", "pair", "steps")
+"""Fields of a problem without its tokens, pickled together in the column `fields`; the last four are JSON texts."""
 _FACTS = "table.json"
-_JSON, _PICKLED = b"J", b"P"
 
 
 class ProblemTable(Sequence[Problem]):
-    """Sequence of problems; a `Problem` object is built at each access and not kept.
+    """Sequence of problems; a `Problem` object is built at each access and not cached.
 
     Args:
-      folder: New folder in which the columns are kept; None keeps them in memory.
+      folder: New folder in which the columns are stored; None keeps them in memory.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -48,8 +36,7 @@ class ProblemTable(Sequence[Problem]):
 
     def _take(self, columns: Mapping[str, Bytes]) -> None:
         self._columns = columns
-        self.prompt_tokens, self._solutions = TokenLists(columns["prompt_tokens"]), TokenLists(columns["solutions"])
-        self._rejected = TokenLists(columns["rejected"])
+        self.prompt_tokens, self._solutions, self._rejected = (TokenLists(columns[name]) for name in _COLUMNS[:3])
 
     @classmethod
     def mapped(cls, folder: Path) -> "ProblemTable":
@@ -61,8 +48,8 @@ class ProblemTable(Sequence[Problem]):
         return table
 
     def keep(self) -> None:
-        """End the writing of problems to the folder, so that it can be mapped."""
-        assert self._folder is not None and not self._images, "pixels are not kept"
+        """Complete the files of the folder, so that they can be mapped."""
+        assert self._folder is not None and not self._images, "pixels are not stored"
         for column in self._columns.values():
             column.seal()
         facts = {"sources": self._sources, "fingerprint": self.fingerprint}
@@ -84,39 +71,33 @@ class ProblemTable(Sequence[Problem]):
         solution_mask: Iterable[bool] = (),
         messages: Sequence[Mapping[str, Any]] = (),
         further: Sequence[Sequence[int]] = (),
+        pair: tuple[Iterable[int], float, tuple[bool, bool] | None] | None = None,
+        steps: tuple[Iterable[int], Iterable[bool]] | None = None,
     ) -> None:
-        """Add a problem; the arguments are the fields of `Problem`, with the record in its stored form."""
-        columns = self._columns
-        columns["ids"].append(prompt_id.to_bytes(8, "little"))
-        columns["prompts"].append(prompt.encode())
-        self.prompt_tokens.append(prompt_tokens)
-        columns["answers"].append(b"" if answer is None else b"=" + answer.encode())
-        self._solutions.append(solution_tokens)
-        columns["masks"].append(bytes(solution_mask))
-        columns["messages"].append(json.dumps(messages).encode() if messages else b"")
-        columns["further"].append(json.dumps(further).encode() if further else b"")
-        columns["records"].append(
-            _JSON + record if isinstance(record, bytes) else _PICKLED + column_values.dumps(record)
-        )
+        """Add a problem; the arguments are the fields of `Problem`, with the record in its stored form.
+
+        Args:
+          pair: Rejected tokens, margin and safety labels; all problems of a table are pairs, or none.
+          steps: Ends and labels of the solution's steps; all problems of a table have labels, or none.
+        """
         if images:
-            self._images[len(self) - 1] = images
-
-    def make_pair(self, rejected_tokens: Iterable[int], margin: float, safe: tuple[bool, bool] | None) -> None:
-        """Make the problem that was added last a pair; either all problems of a table are pairs, or none."""
-        self._rejected.append(rejected_tokens)
-        self._columns["pairs"].append(json.dumps([margin, safe]).encode())
-
-    def make_steps(self, ends: Iterable[int], labels: Iterable[bool]) -> None:
-        """Label the solution steps of the problem that was added last; all problems of a table have labels, or none."""
-        self._columns["steps"].append(json.dumps([[*ends], [*labels]]).encode())
+            self._images[len(self)] = images
+        self.prompt_tokens.append(prompt_tokens)
+        self._solutions.append(solution_tokens)
+        if pair is not None:
+            self._rejected.append(pair[0])
+        lists = messages, further, pair and pair[1:], steps and [[*part] for part in steps]
+        texts = (json.dumps(value) if value else "" for value in lists)
+        fields = prompt_id, prompt, answer, record, bytes(solution_mask), *texts
+        self._columns["fields"].append(column_values.dumps(fields))
 
     def prompt(self, n: int) -> str:
         """Return the prompt of problem n, rendered by the chat template."""
-        return self._columns["prompts"][n].decode()
+        return str(self._fields(n)["prompt"])
 
     def question(self, n: int) -> str:
         """Return the texts of the prompt of problem n, without chat template and roles."""
-        return "\n".join(message["content"] for message in json.loads(self._columns["messages"][n] or "[]"))
+        return "\n".join(message["content"] for message in json.loads(self._fields(n)["messages"] or "[]"))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -140,18 +121,19 @@ class ProblemTable(Sequence[Problem]):
         digest = hashlib.blake2b(digest_size=16)
         for tokens in (self.prompt_tokens, self._solutions, self._rejected):
             tokens.feed(digest.update)
-        for n in range(len(self)):
-            digest.update(repr(self._answer(n)).encode())
-            record = self._record(n)
+        texts: dict[str, list[str]] = {"pair": [], "steps": [], "further": []}
+        for fields in map(self._fields, range(len(self))):
+            digest.update(repr(fields["answer"]).encode())
+            record = fields["record"]
             digest.update(record if isinstance(record, bytes) else repr(record).encode())
-        digest.update(b"[")
-        for n in range(len(self._columns["pairs"])):
-            digest.update((", " * (n > 0) + repr(self._pair(n))).encode())
-        digest.update(b"]")
-        if len(self._columns["steps"]):
-            self._columns["steps"].feed(digest.update, unit=1)
-        if any(self._columns["further"][n] for n in range(len(self))):
-            self._columns["further"].feed(digest.update, unit=1)
+            for name, values in texts.items():
+                values.append(fields[name])
+        pairs = (repr(_pair(text)) for text in texts["pair"] if text)
+        digest.update(f"[{', '.join(pairs)}]".encode())
+        for values in (texts["steps"], texts["further"]):
+            if any(values):
+                digest.update("".join(values).encode())
+                digest.update(np.cumsum([0, *map(len, values)], dtype=np.int64).data)
         if any(name for _, name in self._sources):
             digest.update(repr(self._sources).encode())
         if self._images:
@@ -161,7 +143,7 @@ class ProblemTable(Sequence[Problem]):
         return digest.hexdigest()
 
     def __len__(self) -> int:
-        return len(self._columns["ids"])
+        return len(self._columns["fields"])
 
     @overload
     def __getitem__(self, index: int) -> Problem: ...
@@ -176,37 +158,31 @@ class ProblemTable(Sequence[Problem]):
             raise IndexError(f"problem {index} of {len(self)}")
         return self._problem(index % len(self))
 
-    def _answer(self, n: int) -> str | None:
-        kept = self._columns["answers"][n]
-        return kept[1:].decode() if kept else None
-
-    def _record(self, n: int) -> Stored:
-        kept = self._columns["records"][n]
-        return kept[1:] if kept[:1] == _JSON else column_values.loads(kept[1:])
-
-    def _pair(self, n: int) -> tuple[float, tuple[bool, bool] | None]:
-        margin, safe = json.loads(self._columns["pairs"][n])
-        return margin, safe and (safe[0], safe[1])
+    def _fields(self, n: int) -> dict[str, Any]:
+        return dict(zip(_FIELDS, column_values.loads(self._columns["fields"][n]), strict=True))
 
     def _problem(self, n: int) -> Problem:
-        messages = self._columns["messages"][n]
-        fields: dict[str, Any] = {
-            "prompt_id": int.from_bytes(self._columns["ids"][n], "little"),
-            "prompt": self.prompt(n),
+        fields = self._fields(n)
+        pair, steps = fields.pop("pair"), fields.pop("steps")
+        fields |= {
+            "solution_mask": tuple(map(bool, fields["solution_mask"])),
+            "messages": json.loads(fields["messages"] or "[]") or (),
+            "further_solutions": tuple(map(tuple, json.loads(fields.pop("further") or "[]"))),
             "prompt_tokens": self.prompt_tokens[n],
-            "answer": self._answer(n),
             "solution_tokens": self._solutions[n],
-            "solution_mask": tuple(map(bool, self._columns["masks"][n])),
-            "further_solutions": tuple(map(tuple, json.loads(self._columns["further"][n] or "[]"))),
-            "record": restored(self._record(n)),
+            "record": restored(fields["record"]),
             "images": self._images.get(n, ()),
-            "messages": json.loads(messages) if messages else (),
             "source": next((name for start, name in reversed(self._sources) if start <= n), ""),
         }
-        if len(self._columns["steps"]):
-            ends, labels = json.loads(self._columns["steps"][n])
-            return LabelledSteps(**fields, step_ends=tuple(ends), step_labels=tuple(labels))
-        if not len(self._columns["pairs"]):
+        if steps:
+            ends, labels = map(tuple, json.loads(steps))
+            return LabelledSteps(**fields, step_ends=ends, step_labels=labels)
+        if not pair:
             return Problem(**fields)
-        margin, safe = self._pair(n)
+        margin, safe = _pair(pair)
         return Pair(**fields, rejected_tokens=self._rejected[n], margin=margin, safe=safe)
+
+
+def _pair(text: str) -> tuple[float, tuple[bool, bool] | None]:
+    margin, safe = json.loads(text)
+    return margin, safe and (safe[0], safe[1])
