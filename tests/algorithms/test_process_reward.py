@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from learning_task import TINY, training
+from scripts.learning.task import TINY, training
 
 from jaxrlhf.algos import solution_score
 from jaxrlhf.config import (

@@ -10,11 +10,11 @@ from functools import cache
 from pathlib import Path
 
 import jax
-import learning_task as task
+from scripts.learning import task
 import numpy as np
 import pytest
 from learning_run import SEEDS
-from learning_task import exported, from_pairs, further, generating, supervised, write_records
+from scripts.learning.task import exported, from_pairs, further, generating, supervised, write_records
 from tiny_runs import records
 
 import jaxrlhf

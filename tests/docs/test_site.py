@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import pytest
-import site_pages
+from scripts.tools import site_pages
 
 import jaxrlhf.config
 from jaxrlhf.__main__ import COMMANDS

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-import learning_task as task
+from scripts.learning import task
 import pytest
 from tiny_runs import records
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from get_smollm2 import NAME, fetch
+from scripts.tools.get_smollm2 import NAME, fetch
 from transformers import AutoModelForCausalLM
 
 from jaxrlhf import models

@@ -9,14 +9,14 @@ import time
 from dataclasses import asdict
 from types import SimpleNamespace
 
-import calibrate as command
+from scripts.planning import calibrate as command
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calibration import calibrate, measure
-from calibration.calibrate import measured_rows, quantity
-from calibration.measure import RateSample, fit_link, ring_sample
+from scripts.planning.calibration import calibrate, measure
+from scripts.planning.calibration.calibrate import measured_rows, quantity
+from scripts.planning.calibration.measure import RateSample, fit_link, ring_sample
 from compiled import collectives
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 

@@ -2,11 +2,11 @@
 
 from itertools import product
 
-import bench_workload as bench
+from scripts.benchmarks import workload as bench
 import jax
 import jax.numpy as jnp
 import pytest
-import roofline
+from scripts.benchmarks import roofline
 
 FOREVER = float("inf")
 

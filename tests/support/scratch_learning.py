@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from learning_task import TINY, training
+from scripts.learning.task import TINY, training
 from tiny_runs import records
 
 import jaxrlhf

@@ -94,8 +94,8 @@ def test_no_other_site_reads_it_and_the_page_runs_no_script_but_its_own(runs):
 
 
 def test_a_script_prints_what_listens(runs):
-    script = Path(__file__).parents[2] / "scripts" / "tools" / "listening.py"
-    done = subprocess.run([sys.executable, script, str(os.getpid())], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "scripts.tools.listening", str(os.getpid())]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
     port = runs[1].rpartition(":")[2]
     assert re.search(rf"{os.getpid()}  127\.0\.0\.1:{port} +this machine only", done.stdout)
 

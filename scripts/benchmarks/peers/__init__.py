@@ -1,0 +1,1 @@
+"""Scripts that measure other frameworks, each run in that framework's own environment."""
