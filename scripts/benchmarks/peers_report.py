@@ -60,7 +60,7 @@ class Target:
 
     @property
     def more(self) -> bool:
-        """Whether more is better."""
+        """True if more is better."""
         return self.figure.endswith("_per_s")
 
     def better_peer(self, measured: Measured) -> tuple[str, float] | None:

@@ -114,7 +114,7 @@ def about(given: Answers) -> dict[str, float]:
 
 
 def judged(ends: dict[str, Answers], model: str) -> dict[str, dict[str, float]]:
-    """What the first model makes of the answers: nats a token, and the share whose topic it tells among `TOPICS`.
+    """Judge the answers by the first model: nats a token, and the share whose topic the model tells among `TOPICS`.
 
     The prompt asks for a short sentence about a topic, and for no form. The topic of an answer is told where the answer
     is likelier after its own topic's prompt than after those of three other topics.

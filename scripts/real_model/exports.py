@@ -16,7 +16,7 @@ from scripts.real_model.runs import Figures, Given, config_of, rollout, sentence
 
 
 def equal_files(folder: Path, other: Path) -> dict[str, bool]:
-    """Whether each file that both folders should have is the same in both, the model card aside."""
+    """Compare two folders file by file, without the model card; True for a file with equal content in both."""
     names = sorted({file.name for place in (folder, other) for file in place.iterdir() if file.suffix != ".md"})
     return {
         name: (folder / name).is_file()

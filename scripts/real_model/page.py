@@ -35,7 +35,7 @@ class Row:
         return "" if self.equal is None else shown(self._wanted(figures))
 
     def holds(self, figures: Mapping[str, Any]) -> bool | None:
-        """Whether the expectation is met; None where there is none."""
+        """Compare the figure with the expectation; None without an expectation."""
         value = figure(figures, self.name)
         if self.most is not None:
             return value <= self.most

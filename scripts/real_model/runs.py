@@ -37,7 +37,7 @@ MACHINE = ("time/", "throughput/", "memory/", "compile/", "relayout/", "transfer
 
 @dataclass(frozen=True)
 class Given:
-    """What a claim is measured on.
+    """Inputs of a claim's measurement.
 
     Attributes:
       model: GGUF file of the model.
