@@ -15,9 +15,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
-from scripts.benchmarks import workload as bench
-from scripts.benchmarks import chat_workload as chat
-
 import jaxrlhf
 from jaxrlhf.config import (
     DPO,
@@ -42,6 +39,8 @@ from jaxrlhf.config import (
     Selection,
     Training,
 )
+from scripts.benchmarks import chat_workload as chat
+from scripts.benchmarks import workload as bench
 
 FIRST_LOSS = {"sft": "actor/loss", "dpo": "preference/loss"}
 PHASES = ("step", "generate", "prepare", "update", "reward")

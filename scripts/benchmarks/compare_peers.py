@@ -24,8 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scripts.benchmarks import workload as bench
 from scripts.benchmarks import chat_workload as chat
+from scripts.benchmarks import workload as bench
 from scripts.pages import ROOT, add_folders
 
 WORKLOADS = chat.WORKLOADS | bench.WORKLOADS

@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scripts.benchmarks import workload as bench
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +23,7 @@ from jaxrlhf.models.attention.kernel_choice import choose_execution
 from jaxrlhf.models.huggingface.config import read_config
 from jaxrlhf.models.huggingface.load import load_params
 from jaxrlhf.models.parameters import param_shapes
+from scripts.benchmarks import workload as bench
 
 
 def measure(flags: argparse.Namespace) -> dict[str, Any]:

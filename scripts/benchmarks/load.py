@@ -18,10 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxrlhf.models.config import ModelConfig
 from scripts.benchmarks import compare_peers
 from scripts.benchmarks import workload as bench
-
-from jaxrlhf.models.config import ModelConfig
 
 MB = 1e6
 LIMIT_S, LOOK_S = 600, 0.002

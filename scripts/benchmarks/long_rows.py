@@ -16,11 +16,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.figure import Figure
+
 from scripts.benchmarks import compare_peers
 from scripts.benchmarks import workload as bench
 from scripts.pages import add_folders
-import numpy as np
-from matplotlib.figure import Figure
 
 OURS = "jaxrlhf"
 COLOURS = {OURS: "#3b6fb6", "trl": "#e07b39", "tunix": "#4f9d69"}

@@ -24,7 +24,6 @@ from typing import Any
 os.environ["NPROC"] = "1" if any(word.endswith("ray") for word in sys.argv) else os.environ.get("NPROC", "32")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 
-from scripts.benchmarks import workload as bench
 import jax
 import numpy as np
 from rich.console import Console
@@ -37,6 +36,7 @@ from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.pools import Roles
 from jaxrlhf.tracking import TimelineFile
 from jaxrlhf.workers.build import Phase
+from scripts.benchmarks import workload as bench
 
 RESPONSES, WIDTH = 32, 128
 LIMIT = 0.75

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts import pages
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from scripts import pages
 
 OURS = "jaxrlhf"
 NAMES = {OURS: "jaxrlhf", "trl": "TRL", "tunix": "Tunix"}

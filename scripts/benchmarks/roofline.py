@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from scripts.benchmarks import workload as bench
 import numpy as np
+
+from scripts.benchmarks import workload as bench
 from scripts.benchmarks.workload import END_PROBABILITY, SHORTEST_PROMPT, Preset, Workload
 from scripts.pages import add_folders, renew
 

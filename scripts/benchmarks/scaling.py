@@ -13,9 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from scripts.benchmarks import workload as bench
 from scripts.pages import add_folders
-import numpy as np
 
 BLUE, ORANGE, GREY = "#3b6fb6", "#e07b39", "#8c8c8c"
 

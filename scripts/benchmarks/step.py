@@ -18,8 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
 
-from scripts.benchmarks import workload as bench
-
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import (
@@ -50,6 +48,7 @@ from jaxrlhf.trainer.log import PhaseLog
 from jaxrlhf.trainer.loop import Loop
 from jaxrlhf.trainer.schedule import Synchronous
 from jaxrlhf.workers.build import Phase
+from scripts.benchmarks import workload as bench
 
 APART = (Pool("policy", 1, ("actor", "reference")), Pool("generation", 1, ("rollout", "reward")))
 

@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("NPROC", "32")  # before JAX starts
 
-from scripts.benchmarks import workload as bench
-from scripts.pages import ROOT
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +40,8 @@ from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.sharding.described import described
 from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh
 from jaxrlhf.sharding.rules import shardings
+from scripts.benchmarks import workload as bench
+from scripts.pages import ROOT
 
 MODEL = ModelConfig("qwen3", 32_768, 1024, 2816, 24, 16, 8, 64, qk_norm=True, tie_embeddings=True)
 UNCOMPILED = "no program, copies through the host"

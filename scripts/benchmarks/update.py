@@ -15,16 +15,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
-from scripts.benchmarks import workload as bench
 import jax
 import numpy as np
-from scripts.benchmarks.step import config_of
 
 from jaxrlhf.algos import policy_objective
 from jaxrlhf.batch import Array, Experience, RolloutBatch, Sequences
 from jaxrlhf.config import Config, Remat
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.workers.build import Phase
+from scripts.benchmarks import workload as bench
+from scripts.benchmarks.step import config_of
 
 
 def sequences_of(count: int, length: int, trained: int, vocab: int, responses: int) -> Sequences:

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from scripts.benchmarks import workload as bench
 from matplotlib.figure import Figure
-from scripts.pages import DOCS, RESULTS, ROOT
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, PPO, SFT, Agent, Checkpointing, Config, Evaluation, Generated, Pretrained, Tools, load
 from jaxrlhf.conversations.conversation import Conversation, TokenSequence
 from jaxrlhf.tracking.plots import read_curves
 from jaxrlhf.trainer.policy import export_policy
+from scripts.benchmarks import workload as bench
+from scripts.pages import DOCS, RESULTS, ROOT
 
 FILE = RESULTS / "agents_learning.json"
 EXAMPLES = ROOT / "scripts" / "examples"

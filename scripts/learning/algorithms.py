@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks import workload as bench
-from scripts.learning import task
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scripts.pages import DOCS, RESULTS
 
 import jaxrlhf
 from jaxrlhf.config import Evaluation, Pretrained
 from jaxrlhf.tracking.plots import read_curves
+from scripts.benchmarks import workload as bench
+from scripts.learning import task
+from scripts.pages import DOCS, RESULTS
 
 EVERY_STEPS = 2
 COLUMNS = 5

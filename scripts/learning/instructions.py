@@ -22,13 +22,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from scripts.benchmarks import workload as bench
 import numpy as np
 from matplotlib.figure import Figure
-from scripts.pages import DOCS, RESULTS, renew
 
 from jaxrlhf.config.named_functions import load as load_function
 from jaxrlhf.tracking.plots import read_curves
+from scripts.benchmarks import workload as bench
+from scripts.pages import DOCS, RESULTS, renew
 
 FILE, PAGE, PICTURE = RESULTS / "instructions.json", DOCS / "instructions.md", DOCS / "instructions.png"
 CONFIG = "grpo_instructions.py"

@@ -12,14 +12,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from scripts.learning import algorithms
-from scripts.learning import task
 import numpy as np
-from scripts.pages import RESULTS
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, Evaluation, Pretrained
 from jaxrlhf.tracking.plots import read_curves
+from scripts.learning import algorithms, task
+from scripts.pages import RESULTS
 
 DTYPES = ("float32", "bfloat16")
 SHOWN = ("eval/accuracy", "score/mean")

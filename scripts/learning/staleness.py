@@ -16,14 +16,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from scripts.benchmarks import workload as bench
-from scripts.learning.agents import imitating
 from matplotlib.figure import Figure
-from scripts.pages import DOCS, RESULTS, renew
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, Checkpointing, Config, Evaluation, load
 from jaxrlhf.tracking.plots import read_curves
+from scripts.benchmarks import workload as bench
+from scripts.learning.agents import imitating
+from scripts.pages import DOCS, RESULTS, renew
 
 FILE = RESULTS / "staleness_learning.json"
 HELD_OUT, EVERY_STEPS, STEPS = 256, 4, 20

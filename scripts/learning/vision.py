@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks import workload as bench
 from matplotlib.figure import Figure
-from scripts.pages import DOCS, RESULTS
 
 from jaxrlhf.tracking.plots import read_curves
+from scripts.benchmarks import workload as bench
+from scripts.pages import DOCS, RESULTS
 
 RUNS = {"own pictures": ("#3b6fb6", []), "shuffled pictures": ("#b0752a", ["--data.shuffled"])}
 """Color of the lines and changed command-line flags, by run."""

@@ -66,12 +66,12 @@ def _check(flags: Namespace) -> None:
 
 def _measure(devices: Sequence["jax.Device"], flags: Namespace) -> None:
     import jax
-    from scripts.planning.calibration.calibrate import FIGURES, calibrate, datasheet, measured_rows
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from jaxrlhf.planner.hardware import save_hardware
     from jaxrlhf.tracking import SettingsTable, default_console, say
     from jaxrlhf.tracking.console import is_live
+    from scripts.planning.calibration.calibrate import FIGURES, calibrate, datasheet, measured_rows
 
     console = default_console()
     columns = (TextColumn("{task.description:<15}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

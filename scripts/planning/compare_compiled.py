@@ -20,8 +20,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from scripts.pages import DOCS, RESULTS, renew
-
 from jaxrlhf.config import Config, Layout, Lora, load, override
 from jaxrlhf.models.huggingface.config import write_fields
 from jaxrlhf.planner.compiled import CompiledProgram, compile_programs
@@ -33,6 +31,7 @@ from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.shapes import shape_of
 from jaxrlhf.planner.topology import compiler_options, topology
 from jaxrlhf.trainer.programs import lower_plan
+from scripts.pages import DOCS, RESULTS, renew
 
 COMPARED = ("actor.gradient", "actor.forward", "generation.prefill", "generation.decode")
 GIB = 2**30

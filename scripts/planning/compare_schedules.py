@@ -15,11 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scripts.planning import staleness
-from scripts.benchmarks import step
-from scripts.benchmarks import workload as bench
 import numpy as np
-from scripts.pages import DOCS, RESULTS, renew
 
 from jaxrlhf.config import Config
 from jaxrlhf.planner.hardware import Hardware
@@ -27,6 +23,10 @@ from jaxrlhf.planner.problem import Lengths, question_of
 from jaxrlhf.planner.schedules.predict import times_of
 from jaxrlhf.planner.schedules.simulation import Schedule, StepTimes, simulate
 from jaxrlhf.planner.search.mapping import search
+from scripts.benchmarks import step
+from scripts.benchmarks import workload as bench
+from scripts.pages import DOCS, RESULTS, renew
+from scripts.planning import staleness
 
 STEPS, SEEDS = 8, 20
 """Number of steps of a run, and number of simulated runs of this length; `Compared.spread_s` is their spread."""

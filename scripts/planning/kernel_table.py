@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from scripts.pages import DOCS, RESULTS, renew
 from transformers import AutoConfig
 
 from jaxrlhf import models
@@ -36,6 +35,7 @@ from jaxrlhf.models.huggingface.families import FAMILIES
 from jaxrlhf.planner.hardware import hardware
 from jaxrlhf.planner.topology import compiler_options, topology
 from jaxrlhf.sharding.described import lowering_for
+from scripts.pages import DOCS, RESULTS, renew
 
 CHIPS = {"h100": "h100x1", "b200": "b200x1", "v5e": "v5e-1", "v5p": "v5p-8", "v6e": "v6e-1"}
 """Hardware name of each chip; programs are compiled for one device of the hardware."""

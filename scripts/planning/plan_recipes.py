@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
-from scripts.pages import DOCS, RESULTS, renew
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -27,6 +26,7 @@ from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem
 from jaxrlhf.planner.schedules.lengths import LognormalLengths
 from jaxrlhf.planner.schedules.predict import predictions
 from jaxrlhf.planner.search.mapping import search
+from scripts.pages import DOCS, RESULTS, renew
 
 PAGE = DOCS / "recipes.md"
 COMPILED = RESULTS / "recipes.json"

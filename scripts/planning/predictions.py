@@ -22,9 +22,7 @@ from typing import Any
 os.environ["NPROC"] = os.environ.get("NPROC", "32")  # before JAX starts
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
-from scripts.benchmarks import workload as bench
 import numpy as np
-from scripts.pages import DOCS, RESULTS, ROOT, renew
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
@@ -50,6 +48,8 @@ from jaxrlhf.planner.problem import Lengths, question_of
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.workload import STAGES
 from jaxrlhf.trainer.phase import load_data
+from scripts.benchmarks import workload as bench
+from scripts.pages import DOCS, RESULTS, ROOT, renew
 
 STEPS = 5
 """Number of steps of a run; the first step is not counted."""

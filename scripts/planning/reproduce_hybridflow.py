@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from scripts.pages import DOCS, RESULTS, renew
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
@@ -28,6 +27,7 @@ from jaxrlhf.planner.plan import Infeasible, PlacementPlan, PlacementProblem
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.shapes import SHAPES
 from jaxrlhf.planner.workload import Role, Software, Workload
+from scripts.pages import DOCS, RESULTS, renew
 
 MODELS: dict[str, ModelConfig] = {
     "7B": SHAPES["meta-llama/Llama-2-7b-hf"],

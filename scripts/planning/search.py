@@ -11,9 +11,6 @@ import json
 import time
 from dataclasses import asdict, dataclass
 
-from scripts.benchmarks import workload as bench
-from scripts.pages import DOCS, RESULTS, renew
-from scripts.planning.reproduce_hybridflow import MODELS, STEP
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -21,6 +18,9 @@ from jaxrlhf.planner.hardware import hardware
 from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.workload import Role, Software
+from scripts.benchmarks import workload as bench
+from scripts.pages import DOCS, RESULTS, renew
+from scripts.planning.reproduce_hybridflow import MODELS, STEP
 
 CASES = {  # name and model size of each role; limit in seconds by number of devices
     "PPO": ((("actor", "7B"), ("critic", "13B"), ("reference", "7B"), ("reward", "13B")), {128: 2.0, 1024: 20.0}),

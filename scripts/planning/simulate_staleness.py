@@ -16,7 +16,6 @@ import argparse
 from dataclasses import replace
 
 import numpy as np
-from scripts.pages import DOCS, renew
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -28,6 +27,7 @@ from jaxrlhf.planner.schedules.lengths import LognormalLengths
 from jaxrlhf.planner.schedules.predict import times_of
 from jaxrlhf.planner.schedules.simulation import Schedule, simulate
 from jaxrlhf.planner.search.mapping import search
+from scripts.pages import DOCS, renew
 
 H20 = replace(
     KNOWN_HARDWARE["h100"],

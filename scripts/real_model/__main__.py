@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks import workload as bench
 from scripts import pages
+from scripts.benchmarks import workload as bench
 from scripts.pages import DOCS, RESULTS, ROOT
 from scripts.real_model import page
 

@@ -4,8 +4,6 @@ import importlib
 from functools import partial
 from pathlib import Path
 
-from scripts import pages
-from scripts.planning import plan_recipes
 import pytest
 import recipe_data
 from tiny_runs import write_policy
@@ -19,6 +17,8 @@ from jaxrlhf.rewards.parts import reward_function
 from jaxrlhf.rewards.sandbox.interpreter import python
 from jaxrlhf.trainer.phase import load_data
 from jaxrlhf.trainer.run import run
+from scripts import pages
+from scripts.planning import plan_recipes
 
 NAMES = [name for name, path in shipped().items() if path.parent.name == "recipes"]
 BOXED = ("So it is \\boxed{42}.", "So it is \\boxed{41}.")

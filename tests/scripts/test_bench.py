@@ -7,20 +7,19 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
-from scripts.benchmarks import compare_peers
-from scripts.benchmarks import workload as bench
-from scripts.benchmarks import chat_workload as chat
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scripts import pages
-from scripts.benchmarks import peers_report
 import pytest
 import torch
 import transformers
 
 from jaxrlhf import models
 from jaxrlhf.data.tokenizer import embedded_tokenizer
+from scripts import pages
+from scripts.benchmarks import chat_workload as chat
+from scripts.benchmarks import compare_peers, peers_report
+from scripts.benchmarks import workload as bench
 
 MODULE = sys.executable, "-m"
 TAIL = replace(bench.PRESETS["tail"], vocab=1024)

@@ -4,12 +4,12 @@ import json
 import subprocess
 import sys
 
-from scripts import pages
 import pytest
-from scripts.real_model import __main__ as real_model
-from scripts.real_model import page, tasks
 
 from jaxrlhf.episode import Reply
+from scripts import pages
+from scripts.real_model import __main__ as real_model
+from scripts.real_model import page, tasks
 
 
 def figures_of(claim):

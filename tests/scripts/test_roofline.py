@@ -2,11 +2,12 @@
 
 from itertools import product
 
-from scripts.benchmarks import workload as bench
 import jax
 import jax.numpy as jnp
 import pytest
+
 from scripts.benchmarks import roofline
+from scripts.benchmarks import workload as bench
 
 FOREVER = float("inf")
 

@@ -16,15 +16,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scripts.learning import agents
-from scripts.benchmarks import workload as bench
-from scripts.benchmarks.compare_peers import environment
-from scripts.pages import RESULTS
-
 import jaxrlhf
 from jaxrlhf.config import Checkpointing, Config, Evaluation, Optimizer, Pretrained
 from jaxrlhf.data.generated import products
 from jaxrlhf.tracking.plots import read_curves
+from scripts.benchmarks import workload as bench
+from scripts.benchmarks.compare_peers import environment
+from scripts.learning import agents
+from scripts.pages import RESULTS
 
 FILE = RESULTS / "agents_tunix.json"
 PROMPTS, RESPONSES, LEARNING_RATE = 8, 8, 3e-4

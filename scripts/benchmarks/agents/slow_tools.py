@@ -18,10 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scripts.benchmarks import workload as bench
-from scripts.pages import DOCS, RESULTS, renew
-from scripts.benchmarks.agents.talking import ANSWER_DIGITS, TURNS
-
 import jaxrlhf
 from jaxrlhf.config import (
     GRPO,
@@ -38,6 +34,9 @@ from jaxrlhf.config import (
     Sampling,
     Training,
 )
+from scripts.benchmarks import workload as bench
+from scripts.benchmarks.agents.talking import ANSWER_DIGITS, TURNS
+from scripts.pages import DOCS, RESULTS, renew
 
 TALKING = "scripts.benchmarks.agents.talking"
 REPLY_TOKENS, ANSWER_TOKENS = 16, ANSWER_DIGITS + 8

@@ -23,13 +23,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks import workload as bench
 import jax
 import numpy as np
-from scripts.benchmarks.compare_peers import PINS, environment
 from jax.sharding import AxisType, Mesh
-from scripts.benchmarks.agents.talking import ANSWER_DIGITS
-from scripts.pages import RESULTS
 
 from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import Problem
@@ -44,6 +40,10 @@ from jaxrlhf.models.attention.kernel_choice import choose_execution
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.save import save_params
 from jaxrlhf.models.parameters import param_shapes
+from scripts.benchmarks import workload as bench
+from scripts.benchmarks.agents.talking import ANSWER_DIGITS
+from scripts.benchmarks.compare_peers import PINS, environment
+from scripts.pages import RESULTS
 
 FILE = RESULTS / "agents.json"
 PASSES = 4

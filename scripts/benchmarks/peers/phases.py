@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scripts.benchmarks import workload as bench
 from scripts.benchmarks import chat_workload as chat
+from scripts.benchmarks import workload as bench
 
 WORKLOADS = chat.WORKLOADS | bench.WORKLOADS
 BETA = 0.04

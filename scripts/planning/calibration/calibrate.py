@@ -15,8 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scripts.planning.calibration import measure
-from scripts.planning.calibration.measure import CALLS, RateSample, fit_link, timed
 from jaxrlhf import models
 from jaxrlhf.batch import Params
 from jaxrlhf.config import Layout, Refusal, Rollout
@@ -29,6 +27,8 @@ from jaxrlhf.planner.cost.memory import cache_bytes_per_token
 from jaxrlhf.planner.hardware import MEASURED, Hardware, hardware, recognise
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import cast_shapes
+from scripts.planning.calibration import measure
+from scripts.planning.calibration.measure import CALLS, RateSample, fit_link, timed
 
 Progress = Callable[[str, int, int], None]
 """Callback with `(figure, done, total)`, called before each figure and after the last."""

@@ -6,8 +6,8 @@ python -m scripts.tools.gpu_day.card
 from dataclasses import asdict
 
 import jax
-from scripts.planning.calibration.calibrate import calibrate
 
+from scripts.planning.calibration.calibrate import calibrate
 from scripts.tools.gpu_day.report import say
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from statistics import median
 import jax
 import numpy as np
 
-from scripts.tools.gpu_day.report import SIZES, compute_dtype, one_device, random_params, refused, say
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
+from scripts.tools.gpu_day.report import SIZES, compute_dtype, one_device, random_params, refused, say
 
 
 def measure(flags: argparse.Namespace, rows: int) -> None:

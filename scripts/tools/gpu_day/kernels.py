@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scripts.tools.gpu_day.report import SIZES, compute_dtype, one_device, refused, say, seconds
 from jaxrlhf import models
 from jaxrlhf.models.attention.attention import ROWS
 from jaxrlhf.models.attention.score_mod import ScoreMod
+from scripts.tools.gpu_day.report import SIZES, compute_dtype, one_device, refused, say, seconds
 
 HEADS = {64: (14, 2), 128: (12, 2), 256: (8, 4)}
 """Number of query heads and of key-value heads, by head dimension."""

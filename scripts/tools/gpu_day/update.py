@@ -10,11 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
-from scripts.benchmarks import update
 import jax
 import numpy as np
 
-from scripts.tools.gpu_day.report import SIZES, random_params, refused, say
 from jaxrlhf import models
 from jaxrlhf.algos import policy_objective
 from jaxrlhf.batch import Experience, RolloutBatch
@@ -37,6 +35,8 @@ from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.planner.cost.cost import head_flops, layer_flops
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.workers.build import Phase
+from scripts.benchmarks import update
+from scripts.tools.gpu_day.report import SIZES, random_params, refused, say
 
 
 def config_of(model: Path, flags: argparse.Namespace) -> Config:

@@ -19,6 +19,7 @@ import torch  # noqa: E402  (after its environment is set)
 import transformers  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from trl import DPOConfig, DPOTrainer  # noqa: E402
+
 from scripts.benchmarks.peers.trl.trainer import Steps, settings_of, watch_updates  # noqa: E402
 
 TASK = phases.Task(FLAGS)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import transformers
+
 from scripts.benchmarks.peers.phases import LEARNING_RATE, UPDATE, Phases
 
 

@@ -33,6 +33,7 @@ from tunix.rl.agentic.agents.model_agent import ModelAgent
 from tunix.rl.agentic.environments.base_environment import BaseTaskEnv, EnvStepResult
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
+
 from scripts.benchmarks.peers.tunix.model import MESH, load
 
 logging.set_verbosity(logging.ERROR)

@@ -7,9 +7,10 @@ Run this in an environment with google-tunix 0.1.7.
 
 from typing import Any
 
-from scripts.benchmarks.peers.tunix import trainer as ours
-from scripts.benchmarks.peers.phases import bench
 from tunix.sft.dpo.dpo_trainer import DPOTrainer, DPOTrainingConfig, TrainingInput
+
+from scripts.benchmarks.peers.phases import bench
+from scripts.benchmarks.peers.tunix import trainer as ours
 
 
 def batch_of(records: list[dict[str, Any]]) -> TrainingInput:

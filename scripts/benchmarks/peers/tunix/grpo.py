@@ -5,10 +5,11 @@
 Run this in an environment with google-tunix 0.1.7.
 """
 
-from scripts.benchmarks.peers.tunix import learner as ours
-from scripts.benchmarks.peers.phases import BETA, bench
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rl_cluster import RLCluster
+
+from scripts.benchmarks.peers.phases import BETA, bench
+from scripts.benchmarks.peers.tunix import learner as ours
 
 
 def learner() -> GRPOLearner:

@@ -10,11 +10,12 @@ FLAGS = phases.parse("Steps of a Tunix learner on a workload.", workload="fixed"
 import jax  # noqa: E402  (after its environment is set)
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from scripts.benchmarks.peers.tunix import model as tunix_model  # noqa: E402
 from absl import logging  # noqa: E402
 from flax import nnx  # noqa: E402
 from tunix.rl.rl_cluster import ClusterConfig, RLTrainingConfig, Role  # noqa: E402
 from tunix.rl.rollout.base_rollout import RolloutConfig  # noqa: E402
+
+from scripts.benchmarks.peers.tunix import model as tunix_model  # noqa: E402
 
 logging.set_verbosity(logging.ERROR)
 TASK = phases.Task(FLAGS)

@@ -14,18 +14,19 @@ from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
 
-from scripts.benchmarks import workload as bench
 import jax
 import jax.numpy as jnp
-from scripts.benchmarks.peers import long_row
 import numpy as np
 import optax
-from scripts.benchmarks.peers.tunix import model as tunix_model
 from flax import nnx
 from tunix.models.qwen2 import model as qwen2
 from tunix.rl.algo_core import grpo_loss_fn
 from tunix.rl.common import TrainExample
 from tunix.rl.grpo.grpo_learner import GRPOConfig
+
+from scripts.benchmarks import workload as bench
+from scripts.benchmarks.peers import long_row
+from scripts.benchmarks.peers.tunix import model as tunix_model
 
 SETTINGS = GRPOConfig(num_generations=2, beta=0.04, epsilon=0.2)
 SETTINGS.temperature = 1.0  # as Tunix's learner sets it, from the rollout's temperature

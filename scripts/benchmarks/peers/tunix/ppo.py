@@ -5,11 +5,12 @@
 Run this in an environment with google-tunix 0.1.7.
 """
 
-from scripts.benchmarks.peers.tunix import learner as ours
-from scripts.benchmarks.peers.phases import BETA, bench
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.utils import create_critic_model
+
+from scripts.benchmarks.peers.phases import BETA, bench
+from scripts.benchmarks.peers.tunix import learner as ours
 
 
 def learner() -> PPOLearner:

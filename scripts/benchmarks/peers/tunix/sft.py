@@ -9,10 +9,11 @@ Tunix's loss is the mean over the tokens of a microbatch, averaged over microbat
 
 from typing import Any
 
-from scripts.benchmarks.peers.tunix import trainer as ours
-from scripts.benchmarks.peers.phases import bench
 from tunix.rl import common
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
+
+from scripts.benchmarks.peers.phases import bench
+from scripts.benchmarks.peers.tunix import trainer as ours
 
 WIDTH = ours.WORKLOAD.prompt_tokens + ours.WORKLOAD.new_tokens
 

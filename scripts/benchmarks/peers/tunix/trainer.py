@@ -12,9 +12,10 @@ FLAGS = phases.parse("Steps of a Tunix trainer on a workload.", workload="smollm
 import jax  # noqa: E402  (after its environment is set)
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from scripts.benchmarks.peers.tunix import model as tunix_model  # noqa: E402
 from absl import logging  # noqa: E402
 from flax import nnx  # noqa: E402
+
+from scripts.benchmarks.peers.tunix import model as tunix_model  # noqa: E402
 
 logging.set_verbosity(logging.ERROR)
 TASK = phases.Task(FLAGS)
