@@ -6,7 +6,6 @@ The scripts import this module in the peers' environments, so it imports no pack
 import argparse
 import contextlib
 import json
-import os
 import sys
 import threading
 import time
@@ -31,7 +30,7 @@ UPDATE = "update"
 
 
 def parse(what: str, *, workload: str, rows: int | None = None) -> argparse.Namespace:
-    """Parse the flags of a peer's script, and disable everything that uses a network.
+    """Parse the flags of a peer's script.
 
     Args:
       rows: Default of `--rows`, for a script that has no steps.
@@ -43,8 +42,6 @@ def parse(what: str, *, workload: str, rows: int | None = None) -> argparse.Name
     parser.add_argument("--micro", type=int, default=16, help="sequences of one forward and backward pass")
     parser.add_argument("--warmup", type=int, default=1, help="steps that are not counted")
     parser.add_argument("--steps", type=int, default=3, help="steps that are counted")
-    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    os.environ.update(quiet | {"WANDB_MODE": "disabled", "TRL_EXPERIMENTAL_SILENCE": "1", "JAX_PLATFORMS": "cpu"})
     return parser.parse_args()
 
 

@@ -10,18 +10,16 @@ The reference's forward pass is clocked as preparation; the policy has one forwa
 import tempfile
 from typing import Any
 
+import torch
+import transformers
+from datasets import Dataset
+from trl import DPOConfig, DPOTrainer
+
 from scripts.benchmarks.peers import phases
 from scripts.benchmarks.peers.phases import PREPARE, UPDATE, bench
+from scripts.benchmarks.peers.trl.trainer import Steps, settings_of, watch_updates
 
 FLAGS = phases.parse(__doc__, workload="smollm2_dpo")
-
-import torch  # noqa: E402  (after its environment is set)
-import transformers  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from trl import DPOConfig, DPOTrainer  # noqa: E402
-
-from scripts.benchmarks.peers.trl.trainer import Steps, settings_of, watch_updates  # noqa: E402
-
 TASK = phases.Task(FLAGS)
 WORKLOAD = TASK.workload
 CLOCK = phases.Phases(warmup=FLAGS.warmup, counted=FLAGS.steps)

@@ -10,18 +10,16 @@ TRL's fastest settings on CPU: no gradient checkpointing, scaled dot-product att
 import tempfile
 from typing import Any
 
+import torch
+import transformers
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
 from scripts.benchmarks.peers import phases
 from scripts.benchmarks.peers.phases import PREPARE, bench
+from scripts.benchmarks.peers.trl.trainer import Steps, settings_of, watch_updates
 
 FLAGS = phases.parse(__doc__, workload="fixed")
-
-import torch  # noqa: E402  (after its environment is set)
-import transformers  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
-
-from scripts.benchmarks.peers.trl.trainer import Steps, settings_of, watch_updates  # noqa: E402
-
 TASK = phases.Task(FLAGS)
 WORKLOAD = TASK.workload
 CLOCK = phases.Phases(warmup=FLAGS.warmup, counted=FLAGS.steps)

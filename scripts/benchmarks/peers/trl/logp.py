@@ -9,12 +9,12 @@ Run this in an environment with trl.
 
 import json
 
+import torch
+import transformers
+
 from scripts.benchmarks.peers import phases
 
 FLAGS = phases.parse(__doc__, workload="smollm2_sft", rows=4)
-
-import torch  # noqa: E402  (after its environment is set)
-import transformers  # noqa: E402
 
 
 def main() -> None:

@@ -8,20 +8,17 @@ TRL's loss with gradient checkpointing, backward, clipping and AdamW; scaled dot
 """
 
 import argparse
-import os
 import tempfile
 import time
 from typing import Any
-
-from scripts.benchmarks import workload as bench
-from scripts.benchmarks.peers import long_row
-
-os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TRL_EXPERIMENTAL_SILENCE": "1"}
 
 import torch
 import transformers
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
+
+from scripts.benchmarks import workload as bench
+from scripts.benchmarks.peers import long_row
 
 
 def no_reward(completions: list[str], **_: Any) -> list[float | None]:

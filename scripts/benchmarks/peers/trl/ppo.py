@@ -11,16 +11,15 @@ import tempfile
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+import transformers
+from datasets import Dataset
+from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+
 from scripts.benchmarks.peers import phases
 from scripts.benchmarks.peers.phases import PREPARE, UPDATE, bench
 
 FLAGS = phases.parse(__doc__, workload="ppo")
-
-import torch  # noqa: E402  (after its environment is set)
-import transformers  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer  # noqa: E402
-
 TASK = phases.Task(FLAGS)
 WORKLOAD, TOKENIZER = TASK.workload, TASK.tokenizer()
 CLOCK = phases.Phases(warmup=FLAGS.warmup, counted=FLAGS.steps)

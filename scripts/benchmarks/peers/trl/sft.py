@@ -10,18 +10,16 @@ same length, so packing would gain nothing.
 
 import tempfile
 
+import torch
+import transformers
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
 from scripts.benchmarks.peers import phases
 from scripts.benchmarks.peers.phases import bench
+from scripts.benchmarks.peers.trl.trainer import Steps, settings_of, watch_updates
 
 FLAGS = phases.parse(__doc__, workload="smollm2_sft")
-
-import torch  # noqa: E402  (after its environment is set)
-import transformers  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from trl import SFTConfig, SFTTrainer  # noqa: E402
-
-from scripts.benchmarks.peers.trl.trainer import Steps, settings_of, watch_updates  # noqa: E402
-
 TASK = phases.Task(FLAGS)
 WORKLOAD = TASK.workload
 CLOCK = phases.Phases(warmup=FLAGS.warmup, counted=FLAGS.steps)

@@ -12,13 +12,10 @@ kind.
 import argparse
 import asyncio
 import json
-import os
 import random
 import tempfile
 import time
 from typing import Any
-
-os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "JAX_PLATFORMS": "cpu"}
 
 import torch
 import transformers

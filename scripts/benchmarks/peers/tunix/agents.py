@@ -13,15 +13,12 @@ import argparse
 import itertools
 import json
 import math
-import os
 import re
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-os.environ |= {"HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "WANDB_MODE": "disabled"}
 
 import jax
 import numpy as np

@@ -2,21 +2,19 @@
 
 from typing import Any
 
+import jax
+import numpy as np
+import optax
+from absl import logging
+from flax import nnx
+from tunix.rl.rl_cluster import ClusterConfig, RLTrainingConfig, Role
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
 from scripts.benchmarks.peers import phases
 from scripts.benchmarks.peers.phases import PREPARE, UPDATE
+from scripts.benchmarks.peers.tunix import model as tunix_model
 
 FLAGS = phases.parse("Steps of a Tunix learner on a workload.", workload="fixed")
-
-import jax  # noqa: E402  (after its environment is set)
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from absl import logging  # noqa: E402
-from flax import nnx  # noqa: E402
-from tunix.rl.rl_cluster import ClusterConfig, RLTrainingConfig, Role  # noqa: E402
-from tunix.rl.rollout.base_rollout import RolloutConfig  # noqa: E402
-
-from scripts.benchmarks.peers.tunix import model as tunix_model  # noqa: E402
-
 logging.set_verbosity(logging.ERROR)
 TASK = phases.Task(FLAGS)
 WORKLOAD = TASK.workload

@@ -8,11 +8,8 @@ Tunix's model with rematerialized decoder layers and Tunix's loss; gradient, cli
 float32.
 """
 
-import os
 import time
 from typing import Any
-
-os.environ |= {"HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
 
 import jax
 import jax.numpy as jnp

@@ -4,19 +4,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+import optax
+from absl import logging
+from flax import nnx
+
 from scripts.benchmarks.peers import phases
 from scripts.benchmarks.peers.phases import PREPARE, UPDATE
+from scripts.benchmarks.peers.tunix import model as tunix_model
 
 FLAGS = phases.parse("Steps of a Tunix trainer on a workload.", workload="smollm2_sft")
-
-import jax  # noqa: E402  (after its environment is set)
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from absl import logging  # noqa: E402
-from flax import nnx  # noqa: E402
-
-from scripts.benchmarks.peers.tunix import model as tunix_model  # noqa: E402
-
 logging.set_verbosity(logging.ERROR)
 TASK = phases.Task(FLAGS)
 WORKLOAD, TOKENIZER = TASK.workload, phases.chat.tokenizer_of(TASK.model)
