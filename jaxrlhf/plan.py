@@ -43,7 +43,8 @@ def main() -> None:
             ("--config ppo_gsm8k --hardware v5p-16 --compile", "checked by the chip's own compiler"),
         ],
     )
-    command.add_argument("--hardware", help="such as h100, a100x16x8, v5p-128, or a file of scripts/calibrate.py")
+    measured = "or a file of `python -m scripts.planning.calibrate`"
+    command.add_argument("--hardware", help=f"such as h100, a100x16x8, v5p-128, {measured}")
     command.add_argument("--plans", type=int, default=5, metavar="N", help="plans to show, one per placement")
     command.add_argument(
         "--prompt-tokens", type=float, metavar="N", help="expected mean prompt length; default: the maximum"

@@ -1,9 +1,18 @@
-"""Parts of the pages in docs/ that scripts write; two HTML comments mark each part."""
+"""Folders of pages and results, and the parts of pages that scripts write; two HTML comments mark each part."""
 
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+RESULTS = ROOT / "scripts" / "benchmarks" / "results"
+
+
+def add_folders(parser: argparse.ArgumentParser) -> None:
+    """Add flags for the folders that a script writes to."""
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where JSON files are read and written")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="where pictures and tables are written")
 
 
 def renew(page: Path, parts: Mapping[str, str]) -> None:

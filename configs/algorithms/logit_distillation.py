@@ -148,7 +148,7 @@ class NamedSpans(NamedTuple):
     """Teacher's log-probabilities of spans of text, and of likely alternatives.
 
     Attributes:
-      logp_BT, span_BT: As in `SpanLogp`.
+      logp_BT, span_BT: Log-probability and number of the span of each policy token, as in `SpanLogp`.
       name_BTK: int32, ids of likely alternative policy tokens at spans of one token, -1 for none.
       named_BTK: float32, log-probabilities of the tokens in `name_BTK`.
     """

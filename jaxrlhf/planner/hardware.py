@@ -117,7 +117,7 @@ _ALIASES = {alias: name for name, kind in _KINDS.items() for alias in kind.get("
 
 _FORMS = (
     "write NAME, NAMExMACHINES or NAMExMACHINESxDEVICES (a100x16x8: 16 machines of 8), a TPU slice (v5p-128), "
-    "or the path of a .json file that `python scripts/calibrate.py` wrote"
+    "or the path of a .json file that `python -m scripts.planning.calibrate` wrote"
 )
 
 _BY_DEVICE_KIND = {known: name for name, kind in _KINDS.items() for known in kind.get("device_kinds", ())}
@@ -169,8 +169,8 @@ def load_hardware(path: str | Path) -> Hardware:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise Refusal(f"no hardware file {str(path)!r}; `python scripts/calibrate.py` writes one")
-    fields = read_object(file, "run scripts/calibrate.py again")
+        raise Refusal(f"no hardware file {str(path)!r}; `python -m scripts.planning.calibrate` writes one")
+    fields = read_object(file, "run `python -m scripts.planning.calibrate` again")
     types = field_types(Hardware)
     if missing := [name for name in types if name not in fields]:
         raise Refusal(f"{file} lacks {', '.join(missing)}; a hardware file needs every field")
@@ -239,7 +239,7 @@ def _whole(text: str) -> bool:
     return re.fullmatch(r"[0-9]+", text) is not None and int(text) > 0
 
 
-_HOW = "set hardware to a name such as a100x16x8, or to a file written there by `python scripts/calibrate.py`"
+_HOW = "set hardware to a name such as a100x16x8, or to a file written there by `python -m scripts.planning.calibrate`"
 
 
 def hardware_of(config: Config, spec: str | None = None) -> Hardware:

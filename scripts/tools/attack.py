@@ -1,6 +1,6 @@
 """Attack what docs/security.md promises, and print a table of what was attacked and what held.
 
-    python scripts/tools/attack.py [ATTACK ...]
+    python -m scripts.tools.attack [ATTACK ...]
 
 The attacks are tests of the slow tier and of the tier `seeds`, about an hour on two cores; a failed test is a promise
 that does not hold.
@@ -10,9 +10,9 @@ import argparse
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from scripts.pages import ROOT
+
 ATTACKS = {
     "flipped bits and missing files of checkpoints": ["tests/checkpoint/test_checkpoint.py"],
     "kills, damaged checkpoints, a full disk": ["tests/runs/test_resume.py", "tests/runs/test_odd_folders.py"],

@@ -26,7 +26,7 @@ site=${TMPDIR:-/tmp}/gpu_day_site
 if [ -n "${WHEELS:-}" ] && [ ! -d "$site" ]; then
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$WHEELS"/*.whl || exit 1
 fi
-export PYTHONPATH=$PWD:$PWD/scripts:$site PYTHONUNBUFFERED=1 TF_CPP_MIN_LOG_LEVEL=1
+export PYTHONPATH=$PWD:$site PYTHONUNBUFFERED=1 TF_CPP_MIN_LOG_LEVEL=1
 
 measure() { # NAME LIMIT_S COMMAND ...
     local name=$1 limit=$2 start=$SECONDS status
@@ -38,25 +38,25 @@ measure() { # NAME LIMIT_S COMMAND ...
         tee -a "$out/gpu_day.jsonl"
 }
 
-kernels() { measure kernels 90 python3 -m gpu_day.kernels; }
+kernels() { measure kernels 90 python3 -m scripts.tools.gpu_day.kernels; }
 decode() {
-    measure decode 150 python3 -m gpu_day.decode --cache auto --rows 8 64 256
-    measure decode 60 python3 -m gpu_day.decode --cache slots --rows 64
+    measure decode 150 python3 -m scripts.tools.gpu_day.decode --cache auto --rows 8 64 256
+    measure decode 60 python3 -m scripts.tools.gpu_day.decode --cache slots --rows 64
 }
 buffers() { # CUDA graphs: none, ours with loops, one token and 64 a dispatch
     local graphs=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL
     for value in "" "$graphs,WHILE,CONDITIONAL"; do
         measure buffers 45 env XLA_FLAGS="--xla_gpu_enable_command_buffer=$value" DECODE_FLAGS="graphs=$value" \
-            python3 -m gpu_day.decode --rows 64
+            python3 -m scripts.tools.gpu_day.decode --rows 64
     done
-    measure buffers 45 python3 -m gpu_day.decode --rows 64 --tokens-per-dispatch 64
+    measure buffers 45 python3 -m scripts.tools.gpu_day.decode --rows 64 --tokens-per-dispatch 64
 }
 update() {
-    measure update 70 python3 -m gpu_day.update --size 0.5B
-    measure update 70 python3 -m gpu_day.update --size 1.5B
-    measure update 60 python3 -m gpu_day.update --size 0.5B --sequences 2 --tokens 32768 --trained 32000 --microbatch 32768
+    measure update 70 python3 -m scripts.tools.gpu_day.update --size 0.5B
+    measure update 70 python3 -m scripts.tools.gpu_day.update --size 1.5B
+    measure update 60 python3 -m scripts.tools.gpu_day.update --size 0.5B --sequences 2 --tokens 32768 --trained 32000 --microbatch 32768
 }
-card() { measure card 60 python3 -m gpu_day.card; }
+card() { measure card 60 python3 -m scripts.tools.gpu_day.card; }
 tests() { measure tests 90 python3 -m pytest -q -n 0 -p no:cacheprovider -m accel tests >> "$out/gpu_day.log"; }
 
 for part in "${@:-kernels decode update card tests}"; do

@@ -1,6 +1,6 @@
 """Print where the processes of runs and servers listen on this machine, and who can connect.
 
-    python scripts/tools/listening.py [PID ...]
+    python -m scripts.tools.listening [PID ...]
 
 With process ids: these processes and their descendants; else all processes of jaxrlhf and Ray. Needs psutil 6.
 """

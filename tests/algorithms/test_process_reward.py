@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 import torch
-from learning_task import TINY, training
 
 from jaxrlhf.algos import solution_score
 from jaxrlhf.config import (
@@ -24,6 +23,7 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
+from scripts.learning.task import TINY, training
 
 process_reward = load_module("process_reward_model")
 ProcessRewardModel, step_objective = process_reward.ProcessRewardModel, process_reward.step_objective

@@ -4,8 +4,6 @@ import importlib
 from functools import partial
 from pathlib import Path
 
-import pages
-import plan_recipes
 import pytest
 import recipe_data
 from tiny_runs import write_policy
@@ -19,6 +17,8 @@ from jaxrlhf.rewards.parts import reward_function
 from jaxrlhf.rewards.sandbox.interpreter import python
 from jaxrlhf.trainer.phase import load_data
 from jaxrlhf.trainer.run import run
+from scripts import pages
+from scripts.planning import plan_recipes
 
 NAMES = [name for name, path in shipped().items() if path.parent.name == "recipes"]
 BOXED = ("So it is \\boxed{42}.", "So it is \\boxed{41}.")
@@ -45,7 +45,7 @@ def test_page_and_docstrings_say_what_the_plans_are():
     assert all(0 < one.peak_bytes < one.memory_bytes for one in planned)
     page = plan_recipes.PAGE.read_text()
     table = plan_recipes.table(planned, plan_recipes.compiled())
-    again = "python scripts/plan_recipes.py --write"
+    again = "python -m scripts.planning.plan_recipes --write"
     assert pages.written(page, {"recipes": table}) == page, again
     for name in NAMES:
         text = shipped()[name].read_text()

@@ -10,11 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import jax
-import learning_task as task
 import numpy as np
 import pytest
 from learning_run import SEEDS
-from learning_task import exported, from_pairs, further, generating, supervised, write_records
 from tiny_runs import records
 
 import jaxrlhf
@@ -37,6 +35,8 @@ from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.sharding.mesh import factored_mesh
 from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 from jaxrlhf.workers.score_model import ScoreModel
+from scripts.learning import task
+from scripts.learning.task import exported, from_pairs, further, generating, supervised, write_records
 from tests.algorithms.test_retokenized import pairs_of_digits
 from tests.extending.test_extending import shown_algorithm
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import pytest
-import site_pages
 
 import jaxrlhf.config
 from jaxrlhf.__main__ import COMMANDS
+from scripts.tools import site_pages
 
 ROOT = Path(__file__).parents[2]
 LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src")}

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-import learning_task as task
 import pytest
 from tiny_runs import records
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, KLInLoss, Lora
+from scripts.learning import task
 
 pytestmark = pytest.mark.usefixtures("programs", "undrawn")
 

@@ -1,6 +1,6 @@
 """Agents learn from scratch: to call a calculator where that is what pays, and to play a game of several turns.
 
-The slow tier has the game of the notebook, in `learning/test_learning.py`. `scripts/agents_learning.py` runs more
+The slow tier has the game of the notebook, in `learning/test_learning.py`. `scripts/learning/agents.py` runs more
 seeds.
 """
 

@@ -1,6 +1,6 @@
 """A policy with a vision tower learns from random weights to read pictures; without its own picture it does not.
 
-`scripts/vision_learning.py` draws both from three seeds.
+`scripts/learning/vision.py` draws both from three seeds.
 """
 
 from dataclasses import replace

@@ -74,7 +74,7 @@ def test_kernels_are_chosen_for_described_devices_that_belong_to_other_processes
 
 @pytest.mark.parametrize(("head_dim", "kernel"), [(128, "ragged"), (256, None)])
 def test_heads_that_are_too_wide_for_pages_lie_in_slots_on_tpus(head_dim, kernel):
-    """`scripts/kernel_table.py` has the compiler's word for it."""
+    """`scripts/planning/kernel_table.py` has the compiler's word for it."""
     mesh = Mesh(np.array(topology(hardware("v5e-1"))), ("data",), axis_types=(AxisType.Auto,))
     config, how = replace(CONFIG, head_dim=head_dim), {"row_axes": ("data",), "head_axes": (), "decodes": True}
     with nullcontext() if kernel else pytest.warns(RuntimeWarning, match="it supports head_dim up to 128"):

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 import torch
-from get_smollm2 import NAME, fetch
 from transformers import AutoModelForCausalLM
 
 from jaxrlhf import models
 from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models.huggingface.hub import resolve
+from scripts.tools.get_smollm2 import NAME, fetch
 from tests.models.test_transformers import our_logits, plain
 
 pytestmark = pytest.mark.real

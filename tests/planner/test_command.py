@@ -174,7 +174,10 @@ def test_a_reference_apart_from_its_adapters_may_be_none_of_its_own_in_a_search_
     ("arguments", "message"),
     [
         (("--hardware", "a1000"), "unknown hardware 'a1000'; known names are a100"),
-        (("--hardware", "nowhere.json"), "no hardware file 'nowhere.json'; `python scripts/calibrate.py` writes one"),
+        (
+            ("--hardware", "nowhere.json"),
+            "no hardware file 'nowhere.json'; `python -m scripts.planning.calibrate` writes one",
+        ),
         (("--hardware", "h100", "--plans", "0"), "--plans must be 1 or more, got 0"),
         (("--hardware", "h100", "--prompt-tokens", "9999"), "a mean of 9999.0 prompt_tokens is above"),
         (
@@ -225,7 +228,7 @@ def test_devices_of_no_known_kind_are_refused(monkeypatch, capsys):
     monkeypatch.setattr("jaxrlhf.planner.hardware.recognise", lambda kind, platform: None)
     message = refusal(capsys, "--config", "ppo_gsm8k")
     assert "is unknown" in message
-    assert "scripts/calibrate.py" in message
+    assert "scripts.planning.calibrate" in message
 
 
 def test_slots_that_bind_are_named_with_what_more_would_gain(capsys):

@@ -1,10 +1,10 @@
 """What the search finds on the test bed of the HybridFlow paper, and that the page about it says the same."""
 
 import pytest
-import reproduce_hybridflow
-from pages import DOCS, written
 
 from jaxrlhf.planner.cost.cost import switch_bytes
+from scripts.pages import DOCS, written
+from scripts.planning import reproduce_hybridflow
 
 pytestmark = pytest.mark.slow  # one search of seconds for all
 

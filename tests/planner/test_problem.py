@@ -366,7 +366,7 @@ def test_devices_that_are_here_are_recognised(monkeypatch):
     with pytest.raises(ValueError, match="hardware='v4' has machines of 4 devices, but this process uses 8"):
         hardware_of(a_config(placement="auto", hardware="v4"))
     monkeypatch.setattr("jaxrlhf.planner.hardware.recognise", lambda kind, platform: None)
-    with pytest.raises(ValueError, match=r"'cpu', is unknown; .*scripts/calibrate.py"):
+    with pytest.raises(ValueError, match=r"'cpu', is unknown; .*python -m scripts.planning.calibrate"):
         hardware_of(a_config())
 
 

@@ -5,26 +5,23 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
-import bench_host
-import bench_peers
-import bench_update
-import bench_workload as bench
-import chat_workload as chat
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pages
-import peers_report
 import pytest
 import torch
 import transformers
 
 from jaxrlhf import models
 from jaxrlhf.data.tokenizer import embedded_tokenizer
+from scripts import pages
+from scripts.benchmarks import chat_workload as chat
+from scripts.benchmarks import compare_peers, peers_report
+from scripts.benchmarks import workload as bench
 
+MODULE = sys.executable, "-m"
 TAIL = replace(bench.PRESETS["tail"], vocab=1024)
 """As deep and wide: what layers add to the stream must not change how often a response ends."""
 
@@ -71,9 +68,9 @@ def test_a_checkpoint_that_was_not_written_whole_is_written_again(tmp_path, monk
 
 @pytest.mark.slow
 def test_pools_of_hosts_have_one_thread():
-    code = "import os, bench_overlap; print(os.environ['NPROC'])"
+    code = "import os; from scripts.benchmarks import overlap; print(os.environ['NPROC'])"
     command = [sys.executable, "-c", code, "--cluster=ray"]
-    done = subprocess.run(command, cwd=Path(bench.__file__).parent, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=pages.ROOT, check=True, capture_output=True, text=True)
     assert done.stdout == "1\n"
 
 
@@ -97,9 +94,7 @@ def test_a_tail_response_ends_with_the_same_probability_at_every_step(tmp_path, 
 @pytest.mark.slow
 def test_an_update_is_measured_of_sequences_that_share_no_prompt(tmp_path):
     sizes = ["--preset", "tiny", "--sequences", "4", "--tokens", "12", "--trained", "8", "--repeats", "1"]
-    command = [bench_update.__file__, *sizes, "--models", str(tmp_path)]
-    done = subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True)
-    found = json.loads(done.stdout)
+    found = bench.printed([*MODULE, "scripts.benchmarks.update", *sizes, "--models", str(tmp_path)])
     assert found["tokens"] == 48 and found["responses"] == 1
     assert found["tokens_per_s"] == pytest.approx(48 / found["update_s"], rel=0.01)
 
@@ -107,8 +102,7 @@ def test_an_update_is_measured_of_sequences_that_share_no_prompt(tmp_path):
 @pytest.mark.slow
 def test_the_work_of_the_controller_is_measured_and_padding_is_not_shipped():
     sizes = ["--prompts", "8", "--responses", "2", "--tokens", "2048", "--steps", "2", "--hosts", "2"]
-    done = subprocess.run([sys.executable, bench_host.__file__, *sizes], check=True, stdout=subprocess.PIPE, text=True)
-    found = json.loads(done.stdout)
+    found = bench.printed([*MODULE, "scripts.benchmarks.host", *sizes])
     assert found["step_s"] == pytest.approx(found["prepare_s"] + found["ship_s"] + found["cut_s"])
     # Tokens, a mask, four fields and the weights of two epochs take 29 bytes a token; prompts are not trained on.
     assert 1.0 < found["shipped_bytes"] / (29 * found["trained_tokens"] / 2) < 2.0
@@ -135,18 +129,18 @@ def test_the_reward_is_the_share_of_even_tokens():
 
 def test_the_workloads_need_nothing_heavy():
     """Peers import them in environments that have neither JAX nor us."""
-    code = "import sys, bench_workload as b, chat_workload; b.prompts(b.WORKLOADS['longtail'], count=3)"
-    code += "; print(*sys.modules)"
-    scripts = Path(bench.__file__).parent
+    code = "import sys; from scripts.benchmarks import workload as b, chat_workload\n"
+    code += "from scripts.benchmarks.peers import long_row, phases\n"
+    code += "b.prompts(b.WORKLOADS['longtail'], count=3); print(*sys.modules)"
     loaded = subprocess.run(
-        [sys.executable, "-c", code], cwd=scripts, check=True, capture_output=True, text=True
+        [sys.executable, "-c", code], cwd=pages.ROOT, check=True, capture_output=True, text=True
     ).stdout
     roots = {name.partition(".")[0] for name in loaded.split()}
     assert roots & {"jax", "jaxrlhf", "numpy", "transformers", "tokenizers", "torch", "safetensors"} == set()
 
 
 def record(step_s, **more):
-    figures = dict.fromkeys(bench_peers.FIGURES, 1.0)
+    figures = dict.fromkeys(compare_peers.FIGURES, 1.0)
     return {"date": "2026-01-01 10:00", "commit": "abc", **figures, "step_s": step_s, **more}
 
 
@@ -155,10 +149,10 @@ def test_measuring_one_workload_again_keeps_the_others_and_its_runs_of_this_comm
         "fixed": {"jaxrlhf": [record(9.0, commit="before")], "trl": [record(8.0)]},
         "ppo": {"jaxrlhf": [record(7.0)], "tunix": [record(6.0)]},
     }
-    runs = bench_peers.merged(runs, "fixed", "jaxrlhf", record(1.0))
-    runs = bench_peers.merged(runs, "fixed", "jaxrlhf", record(3.0))
-    runs = bench_peers.merged(runs, "fixed", "jaxrlhf", record(2.5))
-    written = bench_peers.document(runs)
+    runs = compare_peers.merged(runs, "fixed", "jaxrlhf", record(1.0))
+    runs = compare_peers.merged(runs, "fixed", "jaxrlhf", record(3.0))
+    runs = compare_peers.merged(runs, "fixed", "jaxrlhf", record(2.5))
+    written = compare_peers.document(runs)
     # That of another commit is gone.
     assert [each["step_s"] for each in written["runs"]["fixed"]["jaxrlhf"]] == [1.0, 3.0, 2.5]
     assert written["fixed"]["jaxrlhf"]["step_s"] == 2.5
@@ -168,21 +162,21 @@ def test_measuring_one_workload_again_keeps_the_others_and_its_runs_of_this_comm
 
 def test_a_failed_run_is_in_no_median():
     failed = {"date": "2026-01-01 11:00", "commit": "abc", "failed": "not done after 600 s"}
-    assert bench_peers.summary([record(2.0), failed, record(4.0)])["step_s"] == 3.0
-    assert bench_peers.summary([failed]) == {"failed": "not done after 600 s"}
+    assert compare_peers.summary([record(2.0), failed, record(4.0)])["step_s"] == 3.0
+    assert compare_peers.summary([failed]) == {"failed": "not done after 600 s"}
 
 
 def test_a_run_says_why_it_failed(monkeypatch):
-    monkeypatch.setattr(bench_peers, "wait_for_quiet", lambda: 0.0)
+    monkeypatch.setattr(compare_peers, "wait_for_quiet", lambda: 0.0)
     code = (
         "import time; now = time.time(); print('noise'); print('{\"step_s\": 2, \"step_ends\": [%f, 0]}' % (now + 5))"
     )
-    good = bench_peers.run([sys.executable, "-c", code], limit_s=10, settings={})
+    good = compare_peers.run([sys.executable, "-c", code], limit_s=10, settings={})
     assert good["step_s"] == 2 and "step_ends" not in good
     assert 5 <= good["to_first_step_s"] < 15 and "to_third_step_s" not in good, "from the command, its start included"
-    bad = bench_peers.run([sys.executable, "-c", "raise SystemExit('no memory')"], limit_s=10, settings={})
+    bad = compare_peers.run([sys.executable, "-c", "raise SystemExit('no memory')"], limit_s=10, settings={})
     assert bad["failed"] == "exit status 1: no memory"
-    slow = bench_peers.run([sys.executable, "-c", "import time; time.sleep(9)"], limit_s=0.2, settings={})
+    slow = compare_peers.run([sys.executable, "-c", "import time; time.sleep(9)"], limit_s=0.2, settings={})
     assert slow["failed"] == "not done after 0 s"
 
 
@@ -195,14 +189,15 @@ def test_ratios_are_to_the_better_peer(tmp_path):
         },
         "big": {"jaxrlhf": [record(4.0)], "trl": [record(2.0)], "tunix": [{**record(0), "failed": "killed"}]},
     }
-    docs = tmp_path / "docs"
+    docs, results = tmp_path / "docs", tmp_path / "results"
     docs.mkdir()
-    bench_peers.write(docs / "peers.json", bench_peers.document(runs))
+    results.mkdir()
+    compare_peers.write(results / "peers.json", compare_peers.document(runs))
     (docs / "benchmarks.md").write_text(
         "Before <!-- peers --><!-- end of peers --><!-- targets --><!-- end of targets --> after\n"
     )
     (tmp_path / "README.md").write_text("Kept.\n<!-- speed -->old<!-- end of speed -->\nKept too.\n")
-    peers_report.renew(docs)
+    peers_report.renew(results, docs)
     page, readme = (docs / "benchmarks.md").read_text(), (tmp_path / "README.md").read_text()
     assert page.startswith("Before ") and " after\n" in page
     rows = [line for line in page.splitlines() if "step s" in line or "tokens/s" in line]
@@ -212,24 +207,24 @@ def test_ratios_are_to_the_better_peer(tmp_path):
     assert "| 26 | | | at most 25 s | missed |" in page
     assert "| 4 | 8 | 16 | 0.50 |" in readme and "old" not in readme and readme.endswith("Kept too.\n")
     assert (docs / "peers.png").stat().st_size > 1000
-    assert json.loads((docs / "peers.json").read_text())["commit"] == "abc"
+    assert json.loads((results / "peers.json").read_text())["commit"] == "abc"
 
 
 def test_what_another_machine_measured_is_kept_apart_and_shown(tmp_path):
     runs = {"fixed": {"jaxrlhf": [record(6.0)], "trl": [record(8.0)]}, "big": {"jaxrlhf": [record(3.0)]}}
-    other = bench_peers.document(runs) | {"machine": {"processor": "Abacus, 10 cores", "system": "wood"}}
-    bench_peers.write(tmp_path / "peers.json", other)
-    here = bench_peers.machine_file(tmp_path)
-    assert here.name.startswith("peers_") and bench_peers.Results(here).runs == {}
-    results = bench_peers.Results(here)
+    other = compare_peers.document(runs) | {"machine": {"processor": "Abacus, 10 cores", "system": "wood"}}
+    compare_peers.write(tmp_path / "peers.json", other)
+    here = compare_peers.machine_file(tmp_path)
+    assert here.name.startswith("peers_") and compare_peers.Results(here).runs == {}
+    results = compare_peers.Results(here)
     for framework, seconds in (("jaxrlhf", 2.0), ("trl", 5.0)):
         results.add("smollm2_sft", framework, record(seconds, to_third_step_s=30.0 + seconds))
         results.add("fixed", framework, record(seconds))
-    assert bench_peers.machine_file(tmp_path) == here and bench_peers.Results(here).runs == results.runs
+    assert compare_peers.machine_file(tmp_path) == here and compare_peers.Results(here).runs == results.runs
     marks = [f"<!-- {name} --><!-- end of {name} -->" for name in ("peers", "targets", "elsewhere", "speed")]
     for page in (tmp_path / "benchmarks.md", tmp_path.parent / "README.md"):
         page.write_text("\n".join(marks))
-    peers_report.renew(tmp_path)
+    peers_report.renew(tmp_path, tmp_path)
     readme = (tmp_path.parent / "README.md").read_text().splitlines()
     rows = [line for line in readme if line.startswith("| SmolLM2") or "+ 128 tokens" in line]
     assert rows[0].endswith(f"| 2 | 5 |  | 0.40 | {bench.processor()} |"), "the real model leads"
@@ -254,17 +249,17 @@ def test_a_session_that_is_cut_short_goes_on_with_what_is_missing(tmp_path, monk
             return {"kept_to_first_step_s": 5.0}
         return record(1.0, to_first_step_s=9.0)
 
-    monkeypatch.setattr(bench_peers, "prepare", lambda _: None)
-    monkeypatch.setattr(bench_peers, "command_of", lambda workload, framework, _: [workload, framework])
-    monkeypatch.setattr(bench_peers, "run", ran)
-    monkeypatch.setattr(bench_peers, "run_again", lambda command, **_: ran([*command, "--steps=again"]))
+    monkeypatch.setattr(compare_peers, "prepare", lambda _: None)
+    monkeypatch.setattr(compare_peers, "command_of", lambda workload, framework, _: [workload, framework])
+    monkeypatch.setattr(compare_peers, "run", ran)
+    monkeypatch.setattr(compare_peers, "run_again", lambda command, **_: ran([*command, "--steps=again"]))
     flags = SimpleNamespace(rounds=1, workloads=["fixed"], peers=["trl"], missing=True, limit_s=1)
     file = tmp_path / "peers.json"
     with pytest.raises(KeyboardInterrupt):
-        bench_peers.measure(flags, file)
+        compare_peers.measure(flags, file)
     assert json.loads(file.read_text())["fixed"]["jaxrlhf"]["to_first_step_s"] == 9.0, "what was done is written"
-    bench_peers.measure(flags, file)
-    bench_peers.measure(flags, file)
+    compare_peers.measure(flags, file)
+    compare_peers.measure(flags, file)
     ours = [["fixed", "jaxrlhf"], ["fixed", "jaxrlhf", "--steps=again"]]
     assert asked == [*ours, *ours, ["fixed", "trl"]], "ours was not whole, and nothing is done twice"
     assert json.loads(file.read_text())["fixed"]["jaxrlhf"]["kept_to_first_step_s"] == 5.0
@@ -272,8 +267,8 @@ def test_a_session_that_is_cut_short_goes_on_with_what_is_missing(tmp_path, monk
 
 def test_a_run_whose_second_process_fails_keeps_its_figures():
     runs = [record(2.0, to_first_step_s=3.0, kept_failed="killed"), record(4.0, kept_to_first_step_s=1.0)]
-    assert bench_peers.summary(runs)["step_s"] == 3.0
-    assert bench_peers.summary(runs)["kept_to_first_step_s"] == 1.0
+    assert compare_peers.summary(runs)["step_s"] == 3.0
+    assert compare_peers.summary(runs)["kept_to_first_step_s"] == 1.0
 
 
 @pytest.fixture
@@ -314,20 +309,19 @@ def test_responses_of_chat_workloads_cannot_end_early(chatting):
 
 @pytest.mark.seeds
 def test_chat_workloads_run_and_read_the_model_that_transformers_reads(chatting, tmp_path):
-    scripts = Path(bench.__file__).parent
     flags = ["--models", str(tmp_path), "--model", str(chatting), "--prompts", "2", "--new-tokens", "175"]
 
     def printed(script, workload, *further):
         sizes = ["--workload", workload, "--prompt-tokens", "380", *flags]
-        return bench.printed([sys.executable, str(scripts / script), *sizes, *further])
+        return bench.printed([*MODULE, f"scripts.benchmarks.{script}", *sizes, *further])
 
-    ours = printed("bench_chat.py", "smollm2_sft", "--logp", "2")
-    theirs = printed("peers/trl_logp.py", "smollm2_sft", "--rows", "2")
+    ours = printed("chat", "smollm2_sft", "--logp", "2")
+    theirs = printed("peers.trl.logp", "smollm2_sft", "--rows", "2")
     assert chat.largest_difference(ours["logp"], theirs["logp"]) < 1e-4
     with pytest.raises(ValueError, match="differ by up to"):
         chat.largest_difference(ours["logp"], [0.0, 0.0])
     for workload in ("smollm2_sft", "smollm2_dpo"):
-        ours = printed("bench_chat.py", workload, "--steps", "2")
-        theirs = printed(f"peers/trl_{workload[-3:]}.py", workload, "--micro", "2", "--warmup", "1", "--steps", "1")
+        ours = printed("chat", workload, "--steps", "2")
+        theirs = printed(f"peers.trl.{workload[-3:]}", workload, "--micro", "2", "--warmup", "1", "--steps", "1")
         assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-4), "of the same records, in their order"
         assert len(ours["step_ends"]) == len(theirs["step_ends"]) == 2 and "generate_s" not in ours

@@ -9,20 +9,20 @@ import time
 from dataclasses import asdict
 from types import SimpleNamespace
 
-import calibrate as command
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calibration import calibrate, measure
-from calibration.calibrate import measured_rows, quantity
-from calibration.measure import RateSample, fit_link, ring_sample
 from compiled import collectives
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf import models
 from jaxrlhf.config import run_command
 from jaxrlhf.planner.hardware import Hardware, load_hardware, save_hardware
+from scripts.planning import calibrate as command
+from scripts.planning.calibration import calibrate, measure
+from scripts.planning.calibration.calibrate import measured_rows, quantity
+from scripts.planning.calibration.measure import RateSample, fit_link, ring_sample
 
 # Fitting.
 

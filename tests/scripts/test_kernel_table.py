@@ -1,7 +1,8 @@
 """Attention of families whose heads are odd compiles for chips that are not here."""
 
-import kernel_table
 import pytest
+
+from scripts.planning import kernel_table
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
-import pages
 import pytest
-import real_model
-from real_claims import page, tasks
 
 from jaxrlhf.episode import Reply
+from scripts import pages
+from scripts.real_model import __main__ as real_model
+from scripts.real_model import page, tasks
 
 
 def figures_of(claim):
@@ -80,7 +79,7 @@ def test_logits_are_measured_in_a_process_of_its_own(smollm2, tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     out = tmp_path / "figures.json"
-    command = [sys.executable, str(Path(real_model.__file__)), "--alone", "logits", "--out", str(out)]
-    subprocess.run([*command, "--model", str(smollm2), "--gsm8k", str(tmp_path)], check=True)
+    command = [sys.executable, "-m", "scripts.real_model", "--alone", "logits", "--out", str(out)]
+    subprocess.run([*command, "--model", str(smollm2), "--gsm8k", str(tmp_path)], cwd=pages.ROOT, check=True)
     about = {"date": "", "commit": "", "seconds": 0.0, "machine": ""}
     assert "does not hold" not in page.table("logits", {"figures": json.loads(out.read_text()), **about})

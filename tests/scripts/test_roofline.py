@@ -2,11 +2,12 @@
 
 from itertools import product
 
-import bench_workload as bench
 import jax
 import jax.numpy as jnp
 import pytest
-import roofline
+
+from scripts.benchmarks import roofline
+from scripts.benchmarks import workload as bench
 
 FOREVER = float("inf")
 

@@ -3,12 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-from learning_task import TINY, training
 from tiny_runs import records
 
 import jaxrlhf
 from jaxrlhf.config import Checkpointing, Evaluation, load
 from jaxrlhf.config.environments import Episodes
+from scripts.learning.task import TINY, training
 
 
 def mean_scores(environment: Episodes, workdir: Path, **rollout: int) -> list[float]:

@@ -94,8 +94,8 @@ def test_other_host_names_and_foreign_scripts_are_refused(runs):
 
 
 def test_script_prints_listening_ports(runs):
-    script = Path(__file__).parents[2] / "scripts" / "tools" / "listening.py"
-    done = subprocess.run([sys.executable, script, str(os.getpid())], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "scripts.tools.listening", str(os.getpid())]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
     port = runs[1].rpartition(":")[2]
     assert re.search(rf"{os.getpid()}  127\.0\.0\.1:{port} +this machine only", done.stdout)
 

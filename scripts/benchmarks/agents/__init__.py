@@ -1,0 +1,1 @@
+"""Benchmarks of agents, their tools and their environments."""

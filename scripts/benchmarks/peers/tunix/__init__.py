@@ -1,0 +1,1 @@
+"""Measurements of Tunix's trainers and learners."""

@@ -1,0 +1,1 @@
+"""Agent programs of other frameworks, as a run trains them."""

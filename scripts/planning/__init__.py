@@ -1,0 +1,1 @@
+"""Calibration of the planner, its predictions beside measurements, and tables of plans."""

@@ -1,0 +1,1 @@
+"""Measurement of devices as `Hardware` for plans; `python -m scripts.planning.calibrate` is the command."""

@@ -1,0 +1,1 @@
+"""Maintenance of the repository: releases, pictures of the pages, recorded results, checks."""
