@@ -19,7 +19,7 @@ from jaxrlhf.batch import Array
 AnswerSums = Mapping[str, Float[Array, "P 2"]]
 """Sums over the tokens of the chosen and of the rejected answer, by name.
 
-`value` is the log-probability or the score, `tokens` the number of tokens, and other names are fields of the experience.
+`value` is the log-probability or the score, `tokens` the number of tokens; other names are fields of the experience.
 """
 
 
@@ -65,7 +65,11 @@ class PairSettings:
 
 
 def answer_sums(
-    value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], fields: Mapping[str, Num[Array, "*shape"]], *, pairs: int
+    value: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    fields: Mapping[str, Num[Array, "*shape"]],
+    *,
+    pairs: int,
 ) -> AnswerSums:
     """Sum a value and fields over the masked tokens of each answer; the sums of answers that are elsewhere are 0.
 

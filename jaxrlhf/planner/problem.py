@@ -98,7 +98,8 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
 
     In a step with rewards the actor generates, and every role makes one forward pass over the responses; the actor
     skips its pass if the sampler's log-probabilities are used instead. `Algorithm.further_passes` are added. Any other
-    step is an update, and only frozen roles make a pass before the update. A reference that is the actor without its adapters is no role: the actor makes its passes.
+    step is an update, and only frozen roles make a pass before the update. A reference that is the actor without its
+    adapters is no role: the actor makes its passes.
 
     Args:
       shapes: Function that returns the shape of a model.

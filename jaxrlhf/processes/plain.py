@@ -14,7 +14,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jaxrlhf.processes.channel import Garbled
 
-
 LARGEST_NUMBER = 3.4028234663852886e38
 """Largest float32."""
 

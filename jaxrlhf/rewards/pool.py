@@ -116,9 +116,9 @@ class RewardPool(ProcessPool):
         try:
             for future in as_completed(numbers):
                 (function, index), answer = numbers[future], future.result()
-                failure = answer.failure and Failure(
-                    self._functions[function].name, index, answer.failure.cause, answer.failure.detail
-                )
+                failure = None
+                if (why := answer.failure) is not None:
+                    failure = Failure(self._functions[function].name, index, why.cause, why.detail)
                 yield Outcome(function, index, answer.value, failure)
         finally:
             self.drop(started)

@@ -1,8 +1,8 @@
 """Routers of a trained policy: their loss is part of the one sum, and what they do is reported."""
 
-import jax
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -62,7 +62,10 @@ def indifferent():
     return actor(router_loss=0.0)
 
 
-def gradient(worker, batch=None, objective=nll_objective, settings=SFT(examples_per_update=16)):
+SETTINGS = SFT(examples_per_update=16)
+
+
+def gradient(worker, batch=None, objective=nll_objective, settings=SETTINGS):
     """As arrays by path, and the sums of all microbatches."""
     found, sums = worker.gradient(batch or experience(), objective, settings)
     totals = {name: sum(float(part[name]) for part in sums) for name in sums[0]}
