@@ -2,10 +2,11 @@
 
     python scripts/bench_plan.py [--hardware FILE] [--write]
 
-Calibrates the local devices (eight CPU devices unless JAX_NUM_CPU_DEVICES says otherwise), or reads a file of
-`python scripts/calibrate.py`. Then runs PPO for a few steps in each layout, every run in a separate process. Reports
-predicted and measured seconds of each stage, and Spearman's rank correlation of the steps. The machine should be idle
-otherwise. `--write` renews docs/predictions.json, docs/predictions.png and the table in docs/planning.md.
+Runs PPO for a few steps in each layout on the local devices (eight CPU devices unless JAX_NUM_CPU_DEVICES says
+otherwise), every run in a separate process. Reports predicted and measured seconds of each stage, and Spearman's rank
+correlation of the steps. The figures of the devices are in a hardware file, or those saved in docs/predictions.json.
+The machine should be idle otherwise. `--write` renews docs/predictions.json, docs/predictions.png and the table in
+docs/planning.md.
 """
 
 import argparse
@@ -51,7 +52,6 @@ from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.workload import STAGES
 from jaxrlhf.trainer.phase import load_data
 
-ROOT = Path(__file__).parents[1]
 STEPS = 5
 """Number of steps of a run; the first step is not counted."""
 
@@ -175,17 +175,16 @@ def rank_correlation(one: list[float], other: list[float]) -> float:
 
 
 def machine_of(file: str | None) -> Hardware:
-    """Read the calibrated hardware from a file, or calibrate it now."""
+    """Read the hardware from a file, or from the saved predictions."""
     if file is None:
-        file = str(Path(tempfile.mkdtemp()) / "hardware.json")
-        subprocess.run([sys.executable, str(ROOT / "scripts" / "calibrate.py"), "--out", file], check=True)
+        return Hardware(**json.loads((DOCS / "predictions.json").read_text())["about"]["hardware"])
     return hardware(file)
 
 
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hardware", help="file of `python scripts/calibrate.py`; without it calibrate now")
+    parser.add_argument("--hardware", help="hardware file; default: as in docs/predictions.json")
     parser.add_argument("--write", action="store_true", help="renew the files in docs/")
     parser.add_argument("--only", nargs="*", help="names of layouts")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)

@@ -1,6 +1,6 @@
 """Configuration of a decoder's shape, as dataclasses."""
 
-from jaxrlhf.models.config.model import ModelConfig
+from jaxrlhf.models.config.model import Head, ModelConfig, padded_rows
 from jaxrlhf.models.config.parts import (
     ClampedGate,
     Experts,
@@ -24,5 +24,4 @@ from jaxrlhf.models.config.pattern import (
     Run,
 )
 from jaxrlhf.models.config.rope import LinearRope, Llama3Rope, LongRope, ProportionalRope, RopeScaling, YarnRope
-from jaxrlhf.models.config.shape import Head, padded_rows
 from jaxrlhf.models.config.vision import Sections, Vision

@@ -1,22 +1,273 @@
-"""Configuration of a decoder: its shape, and counts of its parameters and cache entries."""
+"""Configuration of a decoder: the settings of a checkpoint's `config.json`, the stacks of its layers, and means."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Literal, Self
 
-from jaxrlhf.models.config.parts import FullHeads
-from jaxrlhf.models.config.pattern import LAYERS, LENDERS
-from jaxrlhf.models.config.shape import DecoderShape, Head
+from jaxrlhf.config import Refusal
+from jaxrlhf.models.config.parts import Experts, FullHeads, LatentAttention, LayerInputs, LinearAttention, Streams
+from jaxrlhf.models.config.pattern import (
+    BORROWING_LAYERS,
+    DENSE_LAYERS,
+    LAYERS,
+    LENDERS,
+    LINEAR_LAYERS,
+    SLIDING_BORROWING_LAYERS,
+    SLIDING_LAYERS,
+    Pattern,
+    find_pattern,
+)
+from jaxrlhf.models.config.rope import RopeScaling, YarnRope
+from jaxrlhf.models.config.vision import Vision
+
+Head = Literal["lm", "value", "score"]
+
+
+def padded_rows(vocab_size: int) -> int:
+    """Return the number of rows of an embedding or a head, zero-padded to a multiple of 64, or of 16 below 512 tokens.
+
+    The rows split over that many devices, and a run's checkpoint is the same in every layout.
+    """
+    multiple = 64 if vocab_size >= 512 else 16
+    return -(-vocab_size // multiple) * multiple
 
 
 @dataclass(frozen=True)
-class ModelConfig(DecoderShape):
+class ModelConfig:
     """Configuration of a decoder with grouped-query attention, rotary positions and a gated MLP.
 
-    Fields: see `DecoderShape`.
+    Attributes:
+      family: Checkpoint format that weights are read from and exported to.
+      vocab_size: V, number of tokens of the vocabulary.
+      hidden_size: D, width of the residual stream.
+      intermediate_size: F, width of the MLP.
+      num_layers: L, number of layers.
+      num_heads: N, number of query heads.
+      num_kv_heads: K, number of key-value heads; divides N.
+      head_dim: H, width of a head.
+      qkv_bias: True if the q, k and v projections have a bias (Qwen2).
+      qk_norm: True if the q and k heads are RMS-normalized (Qwen3).
+      value_norm: True if values are RMS-normalized too, without a weight (Gemma 4).
+      qk_norm_across_heads: True if the norm of `qk_norm` is over all heads together (OLMo 2).
+      output_bias: True if the output projection of attention has a bias (gpt-oss).
+      attention_sinks: True if each query head has a sink, a score that takes a share of its softmax (gpt-oss).
+      attention_gate: True if the output of a query head is multiplied by a sigmoid gate, which the query projection
+        makes (Qwen3-Next).
+      tie_embeddings: True if the language-model head is the embedding.
+      activation: Function of the MLP's gate; `gelu_tanh` is the approximation by a hyperbolic tangent.
+      norms: Position of a layer's norms: `pre` before attention and before the MLP, `post` on their outputs before
+        these are added to the residual stream (OLMo 2), `sandwich` both (Gemma).
+      unit_offset: True if norms scale by one plus their weight (Gemma).
+      scale_embeddings: True if embeddings are multiplied by sqrt(D) (Gemma).
+      query_pre_attn_scalar: Number whose square root divides attention scores; None is the head width.
+      attn_logit_softcapping: Cap c of attention scores s, c tanh(s / c); None is no cap.
+      final_logit_softcapping: Cap of the logits, by the same formula; None is no cap.
+      embedding_multiplier: Factor of embeddings (Granite).
+      residual_multiplier: Factor of the outputs of attention and the MLP in the residual stream (Granite).
+      logits_scaling: Divisor of the logits (Granite).
+      rope_theta: Base of the rotary frequencies.
+      partial_rotary_factor: Share of each head that is rotated, from its start.
+      rope_interleaved: True rotates neighboring dimensions together, False rotates halves (GLM-4).
+      rope_layers: Flag of each layer, true if it rotates queries and keys. Empty: all layers rotate (SmolLM3).
+      sliding_window: Number of tokens that a token sees, itself included; None is all.
+      sliding_layers: Flag of each layer, true if it has the window; others see everything. Empty: all have it.
+      sliding_rope_theta: Base of the rotary frequencies of layers with the window, without scaling; None uses
+        `rope_theta` and `rope_scaling`.
+      full_heads: Heads of the layers without the window, which then form a separate stack (Gemma 4); None has the same
+        heads in all layers.
+      borrowing_layers: Number of last layers that borrow keys and values. A layer with the window borrows from the last
+        lending layer with it, and a layer without it from the last one without it. Requires `full_heads`.
+      borrowing_intermediate_size: F of the borrowing layers; None is F of the others.
+      layer_inputs: Token embeddings for each layer (Gemma 4); None is none.
+      streams: Several residual streams (Gemma 3n); None is one.
+      laurel_rank: Rank of a product of two narrow matrices, which is added to the residual stream next to attention
+        (Gemma 3n); None is no product.
+      sparsity: Share of the MLP's gates that is dropped in each layer; the largest gates are kept (Gemma 3n).
+        Empty: none is dropped.
+      layer_scale: True if a layer's result is multiplied by a number that is not trained (Gemma 4).
+      latent: Latent attention, with queries and keys of width H; None projects keys and values.
+      linear: Linear attention in some layers; None is none.
+      linear_layers: Flag of each layer, true if it has linear attention.
+      dense_layers: Number of first layers that have an MLP, where later layers have experts.
+      max_positions: Longest sequence the checkpoint was made for, in tokens.
+      experts: Mixture of experts instead of the MLP; None is a dense MLP.
+      vision: Vision tower whose features replace the embeddings of image tokens; None reads text only.
     """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    value_norm: bool = False
+    qk_norm_across_heads: bool = False
+    output_bias: bool = False
+    attention_sinks: bool = False
+    attention_gate: bool = False
+    tie_embeddings: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    norms: Literal["pre", "post", "sandwich"] = "pre"
+    unit_offset: bool = False
+    rms_norm_eps: float = 1e-6
+    scale_embeddings: bool = False
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
+    rope_interleaved: bool = False
+    rope_layers: tuple[bool, ...] = ()
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()
+    sliding_rope_theta: float | None = None
+    full_heads: FullHeads | None = None
+    borrowing_layers: int = 0
+    borrowing_intermediate_size: int | None = None
+    layer_inputs: LayerInputs | None = None
+    streams: Streams | None = None
+    laurel_rank: int | None = None
+    sparsity: tuple[float, ...] = ()
+    layer_scale: bool = False
+    latent: LatentAttention | None = None
+    linear: LinearAttention | None = None
+    linear_layers: tuple[bool, ...] = ()
+    dense_layers: int = 0
+    max_positions: int = 32_768
+    experts: Experts | None = None
+    vision: Vision | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise Refusal(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
+                f"every key-value head serves the same number of query heads"
+            )
+        if self.rotary_dim % 2:
+            raise Refusal(
+                f"head_dim={self.head_dim} with partial_rotary_factor={self.partial_rotary_factor} rotates "
+                f"{self.rotary_dim} dimensions; rotary positions need an even number"
+            )
+        if self.dense_layers and (self.experts is None or self.dense_layers >= self.num_layers):
+            raise Refusal(
+                f"dense_layers={self.dense_layers} of num_layers={self.num_layers} requires experts in the later "
+                "layers; set dense_layers=0 for a model without experts"
+            )
+        if self.experts is not None and self.activation not in ("silu", self.experts.activation):
+            raise Refusal(
+                f"activation={self.activation!r} differs from experts.activation={self.experts.activation}; set the "
+                "same activation"
+            )
+        if self.experts is not None and self.borrowing_intermediate_size is not None:
+            raise Refusal(
+                "borrowing_intermediate_size does not support experts, whose MLP has one size in all layers; set "
+                "borrowing_intermediate_size=None"
+            )
+        if (self.linear is not None) != any(self.linear_layers) or (self.linear_layers and all(self.linear_layers)):
+            raise Refusal(
+                f"linear_layers={self.linear_layers} does not fit linear={self.linear}; expected both kinds of "
+                "layers, or no linear layers and linear=None"
+            )
+        if self.linear is not None and (self.dense_layers or self.latent is not None or self.norms != "pre"):
+            raise Refusal(
+                f"linear attention does not support dense_layers={self.dense_layers}, latent={self.latent} and "
+                f"norms={self.norms!r}; expected dense_layers=0, latent=None and norms='pre'"
+            )
+        if self.full_heads is not None:
+            self._check_full_heads(self.full_heads)
+        elif self.borrowing_layers:
+            raise Refusal(
+                f"borrowing_layers={self.borrowing_layers} requires full_heads; set full_heads or borrowing_layers=0"
+            )
+        if self.streams is not None and (self.layer_inputs is None or self.norms != "sandwich" or self.layer_scale):
+            raise Refusal("streams requires layer_inputs, norms='sandwich' and layer_scale=False; set streams=None")
+        for name in ("sliding_layers", "rope_layers", "linear_layers", "sparsity"):
+            if len(getattr(self, name)) not in (0, self.num_layers):
+                raise Refusal(
+                    f"{name} has {len(getattr(self, name))} entries, but num_layers={self.num_layers}; expected one "
+                    "entry for each layer, or none"
+                )
+
+    def _check_full_heads(self, full: FullHeads) -> None:
+        """Raise `Refusal` if layers with and without the window cannot form separate stacks, or cannot borrow."""
+        if self.num_heads % full.kv_heads:
+            raise Refusal(
+                f"num_heads={self.num_heads} is not a multiple of full_heads.kv_heads={full.kv_heads}; "
+                f"every key-value head serves the same number of query heads"
+            )
+        if self.latent is not None or self.linear is not None or self.dense_layers or self.sliding_window is None:
+            raise Refusal(
+                "full_heads requires sliding_window, and supports neither latent nor linear attention nor dense_layers"
+            )
+        own = set(self.sliding_layers[: self.num_layers - self.borrowing_layers])
+        if False not in own or not set(self.sliding_layers) <= own:
+            raise Refusal(
+                f"borrowing_layers={self.borrowing_layers} with sliding_layers={self.sliding_layers}; expected an "
+                "earlier layer without a window, and an earlier layer with a window if any layer has one"
+            )
+
+    def of_stack(self, stack: str) -> Self:
+        """Return the configuration as the layers of a stack see it, with the heads, width and window of the stack."""
+        if self.full_heads is None:
+            return self
+        borrows, slides = stack in LENDERS, LENDERS.get(stack, stack) == SLIDING_LAYERS
+        own: dict[str, Any] = {} if slides else {"sliding_window": None, "sliding_rope_theta": None}
+        if not slides:
+            own |= {"num_kv_heads": self.full_heads.kv_heads, "head_dim": self.full_heads.head_dim}
+        if borrows and self.borrowing_intermediate_size is not None:
+            own["intermediate_size"] = self.borrowing_intermediate_size
+        own |= {"full_heads": None, "borrowing_layers": 0, "borrowing_intermediate_size": None}
+        own |= {"sliding_layers": (), "sparsity": ()}
+        return replace(self, **own)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of dimensions of a head that are rotated."""
+        if self.latent is not None:
+            return self.latent.rope_dim
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def score_divisor(self) -> float:
+        """Divisor of the products of queries and keys."""
+        divisor = math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+        if self.latent is not None and isinstance(self.rope_scaling, YarnRope) and self.rope_scaling.mscale_all_dim:
+            # In latent attention the part that is not rotated grows as well.
+            return divisor / self.rope_scaling.magnitude(self.rope_scaling.mscale_all_dim) ** 2
+        return divisor
+
+    @property
+    def pattern(self) -> Pattern:
+        """Order of the layers, by stack."""
+        first, count = self.dense_layers, self.num_layers
+        if self.linear is not None:
+            return find_pattern([LINEAR_LAYERS if linear else LAYERS for linear in self.linear_layers])
+        if self.full_heads is not None:
+            return find_pattern([name for part in self._apart() for name in part])
+        return find_pattern([DENSE_LAYERS] * first + [LAYERS] * (count - first))
+
+    @property
+    def sections(self) -> tuple[Pattern, ...]:
+        """Patterns that run one after another: one, or layers that keep keys and values, then layers that borrow."""
+        return tuple(map(find_pattern, self._apart())) if self.borrowing_layers else (self.pattern,)
+
+    def _apart(self) -> list[list[str]]:
+        """Return the stack of each layer in a model with `full_heads`: of keeping layers, then of borrowing layers."""
+        first = self.num_layers - self.borrowing_layers
+        own = [SLIDING_LAYERS if slides else LAYERS for slides in self.sliding_layers[:first]]
+        borrowing = [SLIDING_BORROWING_LAYERS if slides else BORROWING_LAYERS for slides in self.sliding_layers[first:]]
+        return [own, borrowing]
 
     @cached_property
     def attention_layers(self) -> int:
@@ -69,124 +320,12 @@ class ModelConfig(DecoderShape):
         return width if self.linear is None else width * self.attention_layers / self.num_layers
 
     @property
-    def attention_parameters(self) -> float:
-        """Mean number of weights of one layer's attention."""
-        if self.linear is None and self.full_heads is None:
-            return self._attention_parameters
-        return self._all_attention_parameters / self.num_layers
-
-    @cached_property
-    def _all_attention_parameters(self) -> int:
-        """Number of weights of all layers' attention."""
-        if self.full_heads is not None:
-            each = [(count, self._attention_parameters_of(stack, self.full_heads)) for stack, count, _ in self.kinds]
-            return sum(count * weights for count, weights in each)
-        linear = 0 if self.linear is None else self.linear.parameters(self.hidden_size)
-        return self.attention_layers * self._attention_parameters + sum(self.linear_layers) * linear
-
-    def _attention_parameters_of(self, stack: str, full: FullHeads) -> int:
-        """Return the number of attention weights of a layer of one stack, in a model with `full_heads`."""
-        layer = self.of_stack(stack)
-        projection = self.hidden_size * layer.num_kv_heads * layer.head_dim
-        left_out = projection * (stack == LAYERS and full.values_are_keys)
-        left_out += (2 * projection + layer.head_dim * self.qk_norm) * (stack in LENDERS)
-        return layer._attention_parameters - left_out
-
-    @cached_property
-    def _attention_parameters(self) -> int:
-        """Number of attention weights of a layer that keeps keys and values."""
-        if self.latent is not None:
-            latent, width = self.latent, self.hidden_size
-            key_value = self.head_dim - latent.rope_dim + latent.value_dim
-            down = width * (latent.rank + latent.rope_dim) + latent.rank
-            up = latent.rank * self.num_heads * key_value + self.num_heads * latent.value_dim * width
-            rank = latent.query_rank
-            query = width * rank + rank + rank * self.num_heads * self.head_dim if rank else 0
-            if (index := latent.indexer) is not None:
-                down += (width + 2) * index.head_dim + width * index.heads
-                down += (rank or width) * index.heads * index.head_dim
-            return down + up + (query or width * self.num_heads * self.head_dim)
-        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        norms = (heads + kv_heads if self.qk_norm_across_heads else 2 * self.head_dim) * self.qk_norm
-        biases = (heads + 2 * kv_heads) * self.qkv_bias
-        biases += self.hidden_size * self.output_bias + self.num_heads * self.attention_sinks
-        biases += self.hidden_size * heads * self.attention_gate
-        return self.hidden_size * (heads + 2 * kv_heads) + heads * self.hidden_size + biases + norms
-
-    @property
     def routed_choices(self) -> tuple[int, int]:
         """Number of layers with experts, and number of experts per token in each of them."""
         assert self.experts is not None
         return self.num_layers - self.dense_layers, self.experts.per_token
 
     @property
-    def norm_parameters(self) -> int:
-        """Number of weights of one layer's norms before and after attention and MLP."""
-        return (4 if self.norms == "sandwich" else 2) * self.hidden_size
-
-    def mlp_parameters(self, *, experts: float | None = None) -> float:
-        """Return the number of weights of one layer's MLP, or of its router, shared part and `experts` experts.
-
-        Args:
-          experts: Number of experts to count; None is all.
-        """
-        if self.experts is None:
-            return 3 * self.hidden_size * self.mean_intermediate_size
-        counted = self.experts.count if experts is None else experts
-        inner = counted * self.experts.intermediate_size + self.experts.shared_intermediate_size
-        biases = counted * (2 * self.experts.intermediate_size + self.hidden_size) * self.experts.biases
-        router = (self.hidden_size + self.experts.bias + self.experts.biases) * self.experts.count
-        shared = self.hidden_size * self.experts.shared_gate
-        shared += (4 * self.hidden_size + self.experts.count) * self.experts.apart
-        return 3 * self.hidden_size * inner + biases + router + shared
-
-    def layer_parameters(self, *, experts: float | None = None) -> float:
-        """Return the mean number of weights of a layer: attention, MLP, own inputs, narrow products and streams.
-
-        Args:
-          experts: See `mlp_parameters`.
-        """
-        first, last = 3 * self.hidden_size * self.intermediate_size, self.mlp_parameters(experts=experts)
-        own = 0 if self.layer_inputs is None else 2 * self.hidden_size * self.layer_inputs.width
-        own += 2 * self.hidden_size * (self.laurel_rank or 0)
-        if self.streams is not None:
-            own += self.streams.count * (self.hidden_size + self.streams.count**2 + self.streams.count)
-        return self.attention_parameters + last + own + (first - last) * self.dense_layers / self.num_layers
-
-    @property
-    def _stream_parameters(self) -> int:
-        """Number of weights of streams, and of narrow products next to attention."""
-        width, weights = self.hidden_size, 0
-        if self.laurel_rank is not None:
-            weights += self.num_layers * width * (2 * self.laurel_rank + 1)
-        if self.streams is not None:
-            count = self.streams.count
-            weights += self.num_layers * ((count + 2) * width + count**3 + count**2) + 2 * (count - 1) * width**2
-        return weights
-
-    @property
     def stream_width(self) -> int:
         """Width of a token's hidden state between two layers, over all streams."""
         return self.hidden_size * (1 if self.streams is None else self.streams.count)
-
-    @property
-    def input_parameters(self) -> int:
-        """Number of weights that make and use the layers' own inputs."""
-        if (inputs := self.layer_inputs) is None:
-            return 0
-        made = self.num_layers * inputs.width * (inputs.vocab_size + self.hidden_size) + inputs.width
-        return made + self.num_layers * (2 * inputs.width + 1) * self.hidden_size
-
-    def head_parameters(self, head: Head = "lm") -> int:
-        """Return the number of weights of the head, which may be tied to the embedding."""
-        return self.hidden_size * (self.vocab_size if head == "lm" else 1)
-
-    def num_parameters(self, head: Head = "lm") -> int:
-        """Return the number of weights, including the embedding and the given head."""
-        layers = self._all_attention_parameters
-        layers += round(self.num_layers * self.mlp_parameters()) + self.num_layers * self.norm_parameters
-        layers += self.input_parameters + self.num_layers * self.layer_scale + self._stream_parameters
-        layers += self.dense_layers * (3 * self.hidden_size * self.intermediate_size - int(self.mlp_parameters()))
-        last = 0 if head == "lm" and self.tie_embeddings else self.head_parameters(head)
-        tower = 0 if self.vision is None else self.vision.parameters
-        return self.vocab_size * self.hidden_size + layers + self.hidden_size + last + tower

@@ -101,15 +101,6 @@ class LinearAttention:
         matrices = self.value_heads * self.key_dim * self.value_dim
         return 4 * (matrices + self.key_heads * (self.kernel - 1) * self.channels)
 
-    def parameters(self, hidden_size: int) -> int:
-        """Return the number of weights of one layer."""
-        values, keys = self.value_heads * self.value_dim, self.different_keys * self.key_dim
-        delta = self.groups is None
-        projections = 2 * keys + 3 * values + (2 if delta else 1) * self.value_heads
-        convolution = (2 * keys + values) * (self.kernel if delta else self.kernel + 1)
-        heads = 2 * self.value_heads + self.value_dim if delta else 3 * self.value_heads + values
-        return hidden_size * projections + convolution + heads
-
 
 @dataclass(frozen=True)
 class FullHeads:

@@ -1,1 +1,0 @@
-"""Measurement of devices as `Hardware` for plans; `scripts/calibrate.py` is the command."""
