@@ -122,7 +122,7 @@ def adapters_held(model: ModelConfig, lora: Lora, layout: Layout) -> float:
     `tensor` splits an adapter's side towards heads or the MLP, and `fsdp` splits the other side.
     """
     tensor = _tensor_ways(layout)
-    ways = {"layers": (layout.stage,), "embed": (layout.width_shards,)}
+    ways: dict[str, tuple[int, ...]] = {"layers": (layout.stage,), "embed": (layout.width_shards,)}
     ways |= {"heads": tensor, "kv_heads": tensor, "mlp": tensor}
 
     def split(dim: Dim) -> int:

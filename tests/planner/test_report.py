@@ -21,7 +21,7 @@ from jaxrlhf.config import (
     Training,
     override,
 )
-from jaxrlhf.planner.apply import without_placement, planned_config, planned_settings, snippet
+from jaxrlhf.planner.apply import planned_config, planned_settings, snippet, without_placement
 from jaxrlhf.planner.picture import bars_of, draw_timeline
 from jaxrlhf.planner.plan import (
     Cost,
@@ -127,7 +127,7 @@ def test_the_python_to_paste_makes_the_planned_configuration(plan, given):
     assert snippet(names["config"], plan) == ""  # no setting changes
 
 
-def test_a_freed_configuration_gives_no_placement():
+def test_a_configuration_without_its_placement_is_the_original():
     planned = planned_config(a_config(), replace(split(), slots=None))
     assert without_placement(planned) == a_config()
 

@@ -20,9 +20,9 @@ from jaxrlhf.planner.cost.cost import forward_cost, offload_cost, switch_cost, u
 from jaxrlhf.planner.cost.exchanges import mixed_width
 from jaxrlhf.planner.cost.memory import (
     bytes_per_weight,
-    weights_unstacked,
     weights_generating,
     weights_trained,
+    weights_unstacked,
     weights_unstacking,
 )
 from jaxrlhf.planner.hardware import Hardware
