@@ -8,7 +8,7 @@ from jaxrlhf.batching.microbatch import packed_row_tokens
 from jaxrlhf.config import ROLLOUT, Config, Layout, Pool, Refusal, Training, override
 from jaxrlhf.config.cli.override import find
 from jaxrlhf.planner.plan import PlacementPlan, PlannedPool
-from jaxrlhf.planner.problem import generates_here, judges_of, placed_roles, configured_pools
+from jaxrlhf.planner.problem import configured_pools, generates_here, judges_of, placed_roles
 
 
 def planned_config(config: Config, plan: PlacementPlan) -> Config:
