@@ -11,7 +11,7 @@ from jaxrlhf.models.attention.attention_xla import LONG_ROW, TILE
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.config.param import Param
-from jaxrlhf.models.counts import weight_counts
+from jaxrlhf.models.counts import first_divisor, weight_counts
 from jaxrlhf.models.heads import CHUNK_TOKENS
 from jaxrlhf.models.lora.lora import declare_adapters
 from jaxrlhf.sharding.rules import Dim
@@ -92,23 +92,8 @@ def _inner(model: ModelConfig) -> float:
 
 def weights_held(model: AnyModel, head: Head, layout: Layout) -> float:
     """Return the number of a model's weights that one device holds in the training layout."""
-    return (weight_counts(model, head).total + replicated_weights(model, *_tensor_ways(layout))) / layout.copy_devices
-
-
-def replicated_weights(model: AnyModel, tensor: int, *fewer: int) -> float:
-    """Return the number of weights that the devices of one model copy hold several times: those of key-value heads.
-
-    Args:
-      tensor: Number of ways that every layer is split.
-      fewer: Numbers of ways to try if key-value heads do not split `tensor` ways; if none fits, they are whole.
-    """
-    by_kv_heads = weight_counts(model).by_kv_heads
-    return sum(weights * (tensor / _ways_of(heads, tensor, *fewer) - 1) for heads, weights in by_kv_heads)
-
-
-def _ways_of(count: int, *ways: int) -> int:
-    """Return the first number of ways that divides a count, as in `sharding.rules`; 1 if there is none."""
-    return next((each for each in ways if count % each == 0), 1)
+    weights = weight_counts(model, head)
+    return (weights.total + weights.replicated(*_tensor_ways(layout))) / layout.copy_devices
 
 
 def _tensor_ways(layout: Layout) -> tuple[int, ...]:
@@ -127,7 +112,7 @@ def adapters_held(model: ModelConfig, lora: Lora, layout: Layout) -> float:
 
     def split(dim: Dim) -> int:
         name, count = dim if isinstance(dim, tuple) else (dim, 0)
-        return _ways_of(count, *ways.get(name or "", ()))
+        return first_divisor(count, *ways.get(name or "", ()))
 
     return sum(math.prod(param.shape) / math.prod(map(split, param.dims)) for param in _adapters(model, lora))
 

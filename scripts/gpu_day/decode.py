@@ -13,9 +13,9 @@ import numpy as np
 
 from gpu_day.report import SIZES, compute_dtype, one_device, random_params, refused, say
 from jaxrlhf import models
-from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
+from jaxrlhf.models.counts import weight_counts
 
 
 def measure(flags: argparse.Namespace, rows: int) -> None:

@@ -11,7 +11,7 @@ from jaxrlhf.models.attention.rings import windowed_share
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.models.lora.quantized import TILE, Format
-from jaxrlhf.models.memory import adapters_held, replicated_weights, weights_held
+from jaxrlhf.models.memory import adapters_held, weights_held
 from jaxrlhf.planner.workload import Software, Workload
 
 
@@ -39,8 +39,9 @@ def weights_trained(model: ModelConfig, head: Head, lora: Lora | None, layout: L
 def weights_generating(model: ModelConfig, layout: Layout) -> float:
     """Return the number of a policy's weights that one device holds in generation."""
     split = layout.generation_stage * layout.generation_tensor
-    weights, replicated = weight_counts(model), replicated_weights(model, layout.generation_tensor)
-    return (weights.total - weights.experts + weights.experts / layout.expert + replicated) / split
+    weights = weight_counts(model)
+    whole = weights.total + weights.replicated(layout.generation_tensor)
+    return (whole - weights.experts + weights.experts / layout.expert) / split
 
 
 def weights_unstacked(model: ModelConfig, layout: Layout) -> float:
@@ -56,7 +57,7 @@ def weights_unstacking(model: ModelConfig, layout: Layout) -> float:
     """
     weights = weight_counts(model)
     matrix = weights.experts / (3 * layout.expert) + weights.down
-    attention = weights.attention + replicated_weights(model, layout.generation_tensor)
+    attention = weights.attention + weights.replicated(layout.generation_tensor)
     return max(attention, matrix) / (layout.generation_stage * layout.generation_tensor)
 
 
