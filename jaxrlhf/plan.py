@@ -43,8 +43,7 @@ def main() -> None:
             ("--config ppo_gsm8k --hardware v5p-16 --compile", "checked by the chip's own compiler"),
         ],
     )
-    measured = "or a file of `python -m scripts.planning.calibrate`"
-    command.add_argument("--hardware", help=f"such as h100, a100x16x8, v5p-128, {measured}")
+    command.add_argument("--hardware", help="such as h100, a100x16x8, v5p-128, or a .json file of other figures")
     command.add_argument("--plans", type=int, default=5, metavar="N", help="plans to show, one per placement")
     command.add_argument(
         "--prompt-tokens", type=float, metavar="N", help="expected mean prompt length; default: the maximum"
@@ -81,7 +80,7 @@ def _plan(written: Config, flags: Namespace) -> None:
     from jaxrlhf.planner.search.mapping import binding_slots, search
     from jaxrlhf.tracking import default_console, say
 
-    config = planner.freed(written) if flags.afresh else written
+    config = planner.without_placement(written) if flags.afresh else written
     hardware = planner.hardware_of(config, flags.hardware)
     distribution = _lengths(config, flags)
     mean = flags.response_tokens if distribution is None else distribution.mean
@@ -107,7 +106,7 @@ def _plan(written: Config, flags: Namespace) -> None:
     if not flags.json:
         console.print(report(found, hardware, notes, shown=flags.plans))
         console.print(f"timeline of the best plan: {flags.picture}", markup=False, highlight=False)
-    compiled = _compile(config, hardware, question.problem, best, flags) if flags.compile else None
+    compiled = _compile(config, hardware, question.problem, best) if flags.compile else None
     if flags.json:
         rows = {
             "config": config.name,
@@ -159,13 +158,12 @@ def _lengths(config: Config, flags: Namespace) -> "ResponseLengths | None":
 
 
 def _compile(
-    config: Config, hardware: "Hardware", problem: "PlacementProblem", plan: "PlacementPlan", flags: Namespace
+    config: Config, hardware: "Hardware", problem: "PlacementProblem", plan: "PlacementPlan"
 ) -> list["CompiledProgram"]:
-    """Compile the programs of a plan, with a progress bar on standard error, and draw them."""
+    """Compile the programs of a plan, with a progress bar on standard error."""
     from rich.console import Console
     from rich.progress import Progress
 
-    from jaxrlhf import planner
     from jaxrlhf.planner.topology import topology
     from jaxrlhf.trainer.programs import compile_plan
 
@@ -176,13 +174,7 @@ def _compile(
         def progress(name: str, done: int, total: int) -> None:
             bars.update(bar, description=f"compiling {name}", completed=done, total=total)
 
-        compiled = compile_plan(config, problem, plan, devices, progress=progress)
-    if flags.picture is not None:
-        path = Path(flags.picture)
-        beside = path.with_name(f"{path.stem}_compiled{path.suffix}")
-        title = planner.timeline_title(config, hardware)
-        planner.draw_compiled(compiled, hardware, title=title).savefig(beside, dpi=130)
-    return compiled
+        return compile_plan(config, problem, plan, devices, progress=progress)
 
 
 def _advice(code: str) -> str:

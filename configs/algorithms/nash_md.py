@@ -97,9 +97,6 @@ class GeometricMixture(CausalLM):
         whole = _side_by_side(*(table(params, self.base) for params in (policy, reference)))
         return {"policy": policy, "reference": reference, "table": whole}
 
-    def num_parameters(self, head: Head = "lm") -> int:
-        return 2 * self.base.num_parameters(head)
-
     def declare(self, head: Head) -> dict[str, Any]:
         return {name: declare(self.base, head) for name in ("policy", "reference")}
 

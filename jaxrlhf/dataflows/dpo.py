@@ -93,7 +93,7 @@ def implicit_rewards(settings: Preference, sums: AnswerSums) -> PairRewards:
     """Compute losses and implicit rewards of pairs from sums over answers, relative to the reference if any.
 
     Args:
-      sums: Of log-probabilities, and of `loss_fields`.
+      sums: Log-probabilities of the answers, and `loss_fields`.
     """
     assert isinstance(settings, DPO | IPO | KTO | SimPO | CPO | ORPO), "only pairwise algorithms have a loss of pairs"
     logp_PA, tokens_PA = sums["value"], sums["tokens"]

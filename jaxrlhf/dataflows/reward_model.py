@@ -53,7 +53,7 @@ def pair_rewards(settings: RewardModel, sums: AnswerSums) -> PairRewards:
     """Compute losses and rewards of pairs from the score of each answer, which is read at one token.
 
     Args:
-      sums: Of values, and of `loss_fields`.
+      sums: Scores of the answers, and `loss_fields`.
     """
     chosen_P, rejected_P = sums["value"][:, 0], sums["value"][:, 1]
     if isinstance(settings, CostModel):

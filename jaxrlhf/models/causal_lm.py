@@ -48,10 +48,6 @@ class CausalLM(ABC):
     logits_scaling: ClassVar[float] = 1.0
 
     @abstractmethod
-    def num_parameters(self, head: Head = "lm") -> int:
-        """Return the number of weights, including the given head."""
-
-    @abstractmethod
     def declare(self, head: Head) -> dict[str, Any]:
         """Return the tree of `Param`: shapes, and the dimension names that the training and generation layouts use."""
 

@@ -1,10 +1,20 @@
 """Estimates of the memory that a model's weights, activations and logits take on a device."""
 
+import math
+from dataclasses import replace
+from functools import cache
+
+import jax
+
 from jaxrlhf.config import Layout, Lora
 from jaxrlhf.models.attention.attention_xla import LONG_ROW, TILE
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.config.param import Param
+from jaxrlhf.models.counts import first_divisor, weight_counts
 from jaxrlhf.models.heads import CHUNK_TOKENS
+from jaxrlhf.models.lora.lora import declare_adapters
+from jaxrlhf.sharding.rules import Dim
 
 FILLED_SHARE = 0.6
 """Share of a device's memory up to which activations are kept instead of recomputed; estimates are rough."""
@@ -39,7 +49,8 @@ def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1
     given = 0 if model.experts is None else expert * model.hidden_size
     given += 0 if model.layer_inputs is None else 2 * model.hidden_size + 4 * model.layer_inputs.width
     given += 2 * (model.stream_width - model.hidden_size) + 2 * (model.laurel_rank or 0)
-    whole = (6 if tensor == 1 else 2) * model.hidden_size + model.norm_parameters + given
+    norms = 4 if model.norms == "sandwich" else 2
+    whole = ((6 if tensor == 1 else 2) + norms) * model.hidden_size + given
     mixed = 4 * model.num_heads * model.mean_head_dim
     return whole * itemsize + ((_heads(model) + normed + inner) * itemsize + mixed) / tensor
 
@@ -81,32 +92,8 @@ def _inner(model: ModelConfig) -> float:
 
 def weights_held(model: AnyModel, head: Head, layout: Layout) -> float:
     """Return the number of a model's weights that one device holds in the training layout."""
-    replicated = replicated_weights(model, *_tensor_ways(layout)) if isinstance(model, ModelConfig) else 0
-    return (model.num_parameters(head) + replicated) / layout.copy_devices
-
-
-def replicated_weights(model: ModelConfig, tensor: int, *fewer: int) -> float:
-    """Return how many weights the devices of one model copy hold beyond the model's own: replicated key-value heads.
-
-    Args:
-      tensor: Number of ways that every layer is split.
-      fewer: Numbers of ways to try if key-value heads do not split `tensor` ways; if none fits, they are whole.
-    """
-    if model.latent is not None:
-        return 0.0
-
-    def held_again(layer: ModelConfig) -> float:
-        width = layer.num_kv_heads * layer.head_dim
-        each = 2 * width * (layer.hidden_size + layer.qkv_bias) + width * layer.qk_norm_across_heads
-        return each * (tensor / _head_ways(layer, tensor, *fewer) - 1)
-
-    layers = model.attention_layers if model.full_heads is None else model.num_layers
-    return layers * model.mean(held_again, borrowing=False)
-
-
-def _head_ways(model: ModelConfig, *ways: int) -> int:
-    """Return the number of ways that key-value heads are split: the first that divides them, as in `sharding.rules`."""
-    return next((count for count in ways if model.num_kv_heads % count == 0), 1)
+    weights = weight_counts(model, head)
+    return (weights.total + weights.replicated(*_tensor_ways(layout))) / layout.copy_devices
 
 
 def _tensor_ways(layout: Layout) -> tuple[int, ...]:
@@ -119,11 +106,22 @@ def adapters_held(model: ModelConfig, lora: Lora, layout: Layout) -> float:
 
     `tensor` splits an adapter's side towards heads or the MLP, and `fsdp` splits the other side.
     """
-    heads, mlp = model.num_heads * model.mean_head_dim / layout.tensor, model.mean_intermediate_size / layout.tensor
-    kv_heads = model.mean_kv_width / _head_ways(model, *_tensor_ways(layout))
-    inner = {"query": heads, "key": kv_heads, "value": kv_heads, "output": heads}
-    each = [model.hidden_size / layout.width_shards + inner.get(name, mlp) for name in lora.targets]
-    return lora.rank * model.num_layers / layout.stage * sum(each)
+    tensor = _tensor_ways(layout)
+    ways: dict[str, tuple[int, ...]] = {"layers": (layout.stage,), "embed": (layout.width_shards,)}
+    ways |= {"heads": tensor, "kv_heads": tensor, "mlp": tensor}
+
+    def split(dim: Dim) -> int:
+        name, count = dim if isinstance(dim, tuple) else (dim, 0)
+        return first_divisor(count, *ways.get(name or "", ()))
+
+    return sum(math.prod(param.shape) / math.prod(map(split, param.dims)) for param in _adapters(model, lora))
+
+
+@cache
+def _adapters(model: ModelConfig, lora: Lora) -> tuple[Param, ...]:
+    """Return the declared adapters; those of a vision tower only if the model's shape has the tower."""
+    part = lora.part if model.vision is not None else "decoder"
+    return tuple(jax.tree.leaves(declare_adapters(model, "lm", replace(lora, part=part))))
 
 
 def training_activation_bytes(

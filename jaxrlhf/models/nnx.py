@@ -1,7 +1,6 @@
 """`CausalLM` of a user's own `flax.nnx` module."""
 
 import functools
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,9 +76,6 @@ class NnxModel(CausalLM):
         positions = 2**31 - 1 if settings.max_positions is None else settings.max_positions
         vocab, width = table.shape
         return cls(settings.build, f"{kind}, a user-defined module", vocab, width, max_positions=positions)
-
-    def num_parameters(self, head: Head = "lm") -> int:
-        return sum(math.prod(param.shape) for param in jax.tree.leaves(self.declare(head)))
 
     def declare(self, head: Head) -> dict[str, Any]:
         tree: dict[str, Any] = {"module": dict(_declared(self.build))}

@@ -8,7 +8,7 @@ from jaxrlhf.batching.microbatch import packed_row_tokens
 from jaxrlhf.config import ROLLOUT, Config, Layout, Pool, Refusal, Training, override
 from jaxrlhf.config.cli.override import find
 from jaxrlhf.planner.plan import PlacementPlan, PlannedPool
-from jaxrlhf.planner.problem import generates_here, judges_of, placed_roles, written_pools
+from jaxrlhf.planner.problem import configured_pools, generates_here, judges_of, placed_roles
 
 
 def planned_config(config: Config, plan: PlacementPlan) -> Config:
@@ -27,7 +27,7 @@ def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | N
     data-parallel device, so smaller token budgets are raised to that.
 
     Args:
-      written: Configuration that the settings will change, if `config` is the result of `freed`.
+      written: Configuration that the settings will change, if `config` is the result of `without_placement`.
 
     Raises:
       Refusal: The plan places other roles than the configuration has.
@@ -61,7 +61,7 @@ def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | N
     return {name: value for name, value in settings.items() if find(written or config, name)[0] != value}
 
 
-def freed(config: Config) -> Config:
+def without_placement(config: Config) -> Config:
     """Return the configuration without its placement, and without settings that need one; keeps the device count."""
     judges = [f"rewards.parts.{index}" for index in judges_of(config).values()]
     trained = [role if role == "actor" else f"algorithm.{role}" for role in config.trained]
@@ -82,7 +82,7 @@ def snippet(config: Config, plan: PlacementPlan, *, written: Config | None = Non
 def _pools(config: Config, plan: PlacementPlan, judges: Mapping[str, int]) -> tuple[Pool, ...]:
     """Return the plan's pools; if equal to the configuration's pools, keep the configuration's names and order."""
     planned = {(frozenset(pool.roles), pool.devices) for pool in plan.pools}
-    if {(frozenset(roles), devices) for roles, devices in written_pools(config) or ()} == planned:
+    if {(frozenset(roles), devices) for roles, devices in configured_pools(config) or ()} == planned:
         return config.pools
     return tuple(_pool(pool, config, judges, alone=len(plan.pools) == 1) for pool in plan.pools)
 

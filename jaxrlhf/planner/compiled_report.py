@@ -1,9 +1,6 @@
-"""Report of compiled programs: a table, the program that needs the most memory, and a picture."""
-
-from __future__ import annotations
+"""Report of compiled programs: their memory and collectives, and the program that needs the most memory."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -13,14 +10,10 @@ from jaxrlhf.planner.compiled import CompiledProgram
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.hlo import Collective
 from jaxrlhf.planner.report import LOOK, machines, seconds_text
-from jaxrlhf.tracking.plots import BLUE, GREEN, GREY, ORANGE, RED
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _GIB, _MIB = 2**30, 2**20
-_SMALL = 16 * _MIB
-"""Bytes below which a program is left out of the picture; collectives below a hundredth are left out of the table."""
+_SMALL = 0.16 * _MIB
+"""Bytes below which a collective is left out of the table."""
 
 _NAME_WIDTH = 16
 """Smallest width of a program's name, in terminal columns."""
@@ -72,7 +65,7 @@ def collectives_text(found: Sequence[Collective] | None) -> str:
         return "the compiler cannot print this program"
     parts = []
     for each in found:
-        if each.bytes >= _SMALL / 100:
+        if each.bytes >= _SMALL:
             over = "+".join(each.axes) or "no axis"
             parts.append(f"{each.count} {each.kind} over {over} {_size(each.bytes)}")
     return ", ".join(parts)
@@ -80,37 +73,3 @@ def collectives_text(found: Sequence[Collective] | None) -> str:
 
 def _size(number: int) -> str:
     return f"{number / _GIB:.2f} GiB" if number >= 0.1 * _GIB else f"{number / _MIB:.1f} MiB"
-
-
-def draw_compiled(programs: Sequence[CompiledProgram], hardware: Hardware, *, title: str) -> Figure:
-    """Draw a bar for each larger program: other memory of the device, arguments, temporaries and outputs."""
-    from matplotlib.figure import Figure
-
-    shown = [program for program in programs if program.compiled_bytes >= _SMALL][::-1]
-    figure = Figure(figsize=(9, 1.4 + 0.32 * len(shown)), layout="constrained")
-    axes: Any = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", parse_math=False)
-    left = [0.0] * len(shown)
-    parts: dict[str, tuple[str, list[float]]] = {
-        "beside": (GREY, [program.beside_bytes for program in shown]),
-        "arguments": (BLUE, [program.argument_bytes for program in shown]),
-        "temporary": (ORANGE, [program.temporary_bytes for program in shown]),
-        "outputs": (GREEN, [program.output_bytes - program.alias_bytes for program in shown]),
-    }
-    for label, (colour, sizes) in parts.items():
-        gib = [size / _GIB for size in sizes]
-        axes.barh(range(len(shown)), gib, left=left, color=colour, height=0.66, label=label)
-        left = [start + size for start, size in zip(left, gib, strict=True)]
-    marks = [
-        ((program.beside_bytes + program.estimated_bytes) / _GIB, line)
-        for line, program in enumerate(shown)
-        if program.estimated_bytes is not None
-    ]
-    at, lines = zip(*marks, strict=True) if marks else ((), ())
-    axes.plot(at, lines, "|", color="black", markersize=13, label="the plan's estimate")
-    axes.axvline(hardware.memory_bytes * hardware.usable_memory / _GIB, color=RED, linewidth=1, label="may be filled")
-    axes.set_yticks(range(len(shown)), [program.name for program in shown], fontsize=8)
-    axes.set_xlabel("GiB of a device")
-    axes.legend(fontsize=8, loc="lower right")
-    return figure

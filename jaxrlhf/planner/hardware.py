@@ -1,11 +1,10 @@
-"""Hardware descriptions for plans: known machines by name, files of measured machines, and this machine's devices.
+"""Hardware descriptions for plans: known machines by name, files of other machines, and this machine's devices.
 
 Rates from datasheets are peaks; the `*_efficiency` fields are the shares of these peaks that a model reaches.
 """
 
 import dataclasses
 import difflib
-import json
 import re
 import tomllib
 from dataclasses import dataclass, replace
@@ -14,14 +13,11 @@ from typing import Annotated, Any, Literal
 
 from jaxrlhf.config import Config, Refusal
 from jaxrlhf.config.cli.annotations import check_type, field_types
-from jaxrlhf.config.refusal import read_object, require
+from jaxrlhf.config.refusal import read_object
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, within
 
 _OF_PROCESSOR = ("memory_bytes", "matmul_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s")
 """Figures that JAX devices simulated on one processor share."""
-
-MEASURED = "-measured"
-"""Suffix of the name of measured hardware, after its kind."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +70,6 @@ class Hardware(Settings):
     shared_compute: bool = False
     source: str = ""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("machines", "devices_per_machine"):
-            value = getattr(self, name)
-            require(type(value) is int, f"Hardware.{name} must be a whole number, got {value!r}")
-
     @property
     def reached_flops_per_s(self) -> float:
         """Rate of matrix products that a model reaches, in FLOPs per second."""
@@ -117,7 +107,7 @@ _ALIASES = {alias: name for name, kind in _KINDS.items() for alias in kind.get("
 
 _FORMS = (
     "write NAME, NAMExMACHINES or NAMExMACHINESxDEVICES (a100x16x8: 16 machines of 8), a TPU slice (v5p-128), "
-    "or the path of a .json file that `python -m scripts.planning.calibrate` wrote"
+    "or the path of a .json file with other figures (docs/planning.md)"
 )
 
 _BY_DEVICE_KIND = {known: name for name, kind in _KINDS.items() for known in kind.get("device_kinds", ())}
@@ -127,14 +117,16 @@ def hardware(spec: str) -> Hardware:
     """Return the hardware of a name.
 
     `h100` is one machine, `h100x4` four machines, `a100x16x8` 16 machines of 8 devices, `v5p-128` a TPU slice by
-    Google's name (128 TensorCores, 64 devices), `my.json` a measured machine.
+    Google's name (128 TensorCores, 64 devices), `my.json` a file of `load_hardware`.
 
     Raises:
       Refusal: The name is unknown, a size is no whole number of at least 1, a slice does not fill its hosts, or a file
         does not describe hardware.
     """
-    if spec.lower().endswith(".json"):
-        return load_hardware(spec)
+    return load_hardware(spec) if spec.lower().endswith(".json") else _known_hardware(spec)
+
+
+def _known_hardware(spec: str) -> Hardware:
     given = spec.strip().lower()
     for name in (*KNOWN_HARDWARE, *_ALIASES):
         sizes = given.removeprefix(name)
@@ -153,29 +145,28 @@ def recognise(device_kind: str, platform: str) -> str | None:
 def compiler_of(hardware: Hardware) -> Literal["gpu", "tpu"] | None:
     """Return the XLA backend that compiles for this hardware; None for unknown kinds and CPUs."""
     compilers: dict[str, Literal["gpu", "tpu"]] = {"nvidia": "gpu", "tpu": "tpu"}
-    return compilers.get(_KINDS.get(hardware.name.removesuffix(MEASURED), {}).get("like", ""))
-
-
-def save_hardware(hardware: Hardware, path: str | Path) -> None:
-    """Write hardware to a file for `load_hardware`."""
-    Path(path).write_text(json.dumps(dataclasses.asdict(hardware), indent=2) + "\n")
+    return compilers.get(_KINDS.get(hardware.name, {}).get("like", ""))
 
 
 def load_hardware(path: str | Path) -> Hardware:
-    """Read a file of `save_hardware`; fields may have been edited by hand.
+    """Read hardware from a JSON file.
+
+    The file has the fields of `Hardware`. A file with `like`, a hardware name such as `h100x2`, has only the fields
+    that differ. The hardware keeps the name of its kind unless the file has another, so its compiler is known.
 
     Raises:
       Refusal: The file is missing or no JSON object, or a field is missing, unknown, of another type, or out of range.
     """
     file = Path(path).expanduser()
-    if not file.is_file():
-        raise Refusal(f"no hardware file {str(path)!r}; `python -m scripts.planning.calibrate` writes one")
-    fields = read_object(file, "run `python -m scripts.planning.calibrate` again")
+    fields = read_object(file, "give a JSON object with the fields of the hardware")
+    if "like" in fields:
+        check_type(f"like in {file}", fields["like"], str)
+        fields = dataclasses.asdict(_known_hardware(fields.pop("like"))) | fields
     types = field_types(Hardware)
     if missing := [name for name in types if name not in fields]:
-        raise Refusal(f"{file} lacks {', '.join(missing)}; a hardware file needs every field")
+        raise Refusal(f"{file} lacks {', '.join(missing)}; add them, or name similar hardware in the field 'like'")
     if unknown := [name for name in fields if name not in types]:
-        raise Refusal(f"{file} has unknown fields {', '.join(unknown)}; the fields are {', '.join(types)}")
+        raise Refusal(f"{file} has unknown fields {', '.join(unknown)}; the fields are like, {', '.join(types)}")
     for name, kind in types.items():
         check_type(f"{name} in {file}", fields[name], kind)
     values: Any = {name: float(fields[name]) if kind is float else fields[name] for name, kind in types.items()}
@@ -239,7 +230,7 @@ def _whole(text: str) -> bool:
     return re.fullmatch(r"[0-9]+", text) is not None and int(text) > 0
 
 
-_HOW = "set hardware to a name such as a100x16x8, or to a file written there by `python -m scripts.planning.calibrate`"
+_HOW = "set hardware to a name such as a100x16x8, or to a .json file with the figures of the devices"
 
 
 def hardware_of(config: Config, spec: str | None = None) -> Hardware:

@@ -151,7 +151,7 @@ class PlacementProblem:
     pools: GivenPools | None = None
 
     @property
-    def rollout_apart(self) -> bool:
+    def has_rollout_pool(self) -> bool:
         """True if generation has a separate pool."""
         return any(ROLLOUT in roles for roles, _ in self.pools or ())
 

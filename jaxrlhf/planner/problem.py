@@ -70,7 +70,7 @@ def question_of(
     lengths = lengths or Lengths()
     shapes = _Shapes(config, vocabulary)
     roles, judges = roles_of(config, shapes), tuple(judges_of(config))
-    layouts = {role: (layout,) for role, layout in written_layouts(config).items()}
+    layouts = {role: (layout,) for role, layout in configured_layouts(config).items()}
     optimizers = tuple(f"{role.name}.optimizer" for role in roles if role.trained)
     offloads = ((), optimizers, tuple(role.name for role in roles))
     problem = PlacementProblem(
@@ -81,7 +81,7 @@ def question_of(
         offloads=(_by_role(config),) if config.offload or config.pools else offloads,
         together=(judges,) if len(judges) > 1 else (),
         layouts=layouts or None,
-        pools=written_pools(config),
+        pools=configured_pools(config),
         devices_per_host=None if config.cluster is None else config.cluster.devices_per_host,
     )
     return Question(problem, (*shapes.notes, *_notes(config, hardware, lengths)))
@@ -230,7 +230,7 @@ def software_of(config: Config, hardware: Hardware, generator: ModelConfig | Non
     )
 
 
-def written_layouts(config: Config) -> dict[str, Layout]:
+def configured_layouts(config: Config) -> dict[str, Layout]:
     """Return the layouts that a configuration fixes: all layouts if it has pools, else only non-default layouts."""
     judges = {name: config.rewards.parts[index] for name, index in judges_of(config).items()}
     layouts = {role: training.layout for role, training in config.trained.items()}
@@ -243,7 +243,7 @@ def written_layouts(config: Config) -> dict[str, Layout]:
     return {role: layout for role, layout in layouts.items() if layout != Layout() or role in reference}
 
 
-def written_pools(config: Config) -> GivenPools | None:
+def configured_pools(config: Config) -> GivenPools | None:
     """Return the roles and devices of each pool of a configuration, only roles with models; None without pools."""
     if not config.pools:
         return None
@@ -296,7 +296,7 @@ def _notes(config: Config, hardware: Hardware, lengths: Lengths) -> list[str]:
     notes = []
     if config.pools:
         notes.append("pools, layouts and offload are as configured; with --afresh the plan command searches them")
-    elif given := [*written_layouts(config), *(["offload"] if config.offload else [])]:
+    elif given := [*configured_layouts(config), *(["offload"] if config.offload else [])]:
         notes.append(f"{', '.join(given)} as configured; with --afresh the plan command searches everything")
     notes += [f"figures of {hardware.name}: {hardware.source}"] if hardware.source else []
     row = config.algorithm.together * config.rollout.width

@@ -103,7 +103,7 @@ class Software:
       head_on_last_stage: Whether the first stage alone looks tokens up and the last stage alone computes the logits;
         tables are then gathered like layers.
       adds_gradients: Whether a microbatch's gradient is a separate whole array before it is added to the sum.
-      decodes_apart: Whether decoding reads unstacked layers; the stack is deleted, unless it is also trained.
+      unstacks_layers: Whether decoding reads unstacked layers; the stack is deleted, unless it is also trained.
       cache_copies: Largest number of copies of the cache during decoding.
       decode_tokens_per_dispatch: Number of tokens that one program decodes; None counts no program starts, and no
         reads of unused cache capacity.
@@ -129,7 +129,7 @@ class Software:
     scatters_between_stages: bool = False
     head_on_last_stage: bool = False
     adds_gradients: bool = True
-    decodes_apart: bool = True
+    unstacks_layers: bool = True
     cache_copies: float = 1.5
     decode_tokens_per_dispatch: int | None = Rollout.decode_tokens_per_dispatch
     recomputes_logits: bool = True

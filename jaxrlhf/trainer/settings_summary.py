@@ -3,6 +3,7 @@
 from jaxrlhf.config import Config, CosineLengthReward, MathReward, PolicyGradient
 from jaxrlhf.data.sources import Loaded
 from jaxrlhf.models import AnyModel, CausalLM
+from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.rewards.mathematics.references import read_as_text
 from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.single_controller.pools import Pools
@@ -28,7 +29,7 @@ def settings_rows(
     """
     return [
         ("run", "algorithm", type(config.algorithm).__name__, f"{config.steps} steps"),
-        ("run", "model", _count(model.num_parameters()), _kind(model)),
+        ("run", "model", _count(weight_counts(model).total), _kind(model)),
         compilation_cache.settings_row(),
         *_split_rows("training", data.train, len(data.train.problems)),
         *_reference_rows(config, data),

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.models.attention.kernel_choice import choose_execution
+from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.models.huggingface.config import read_config
 from jaxrlhf.models.huggingface.load import load_params
 from jaxrlhf.models.parameters import param_shapes
@@ -67,7 +68,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
         "generate_s": round(seconds, 4),
         "tokens_per_s": round(median(tokens[1:]) / seconds, 1),
         "first_s": round(times[0], 2),
-        "bytes_per_s": round((steps * config.num_parameters() * dtype.itemsize + cache) / seconds),
+        "bytes_per_s": round((steps * weight_counts(config).total * dtype.itemsize + cache) / seconds),
         "compilations": len(engine.compiled),
         "device": jax.devices()[0].device_kind,
     }

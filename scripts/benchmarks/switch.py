@@ -35,6 +35,7 @@ from rich.table import Table
 
 from jaxrlhf.config import Layout
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.models.parameters import param_dims, param_shapes
 from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.sharding.described import described
@@ -213,8 +214,8 @@ def machine(devices: list[jax.Device]) -> dict[str, Any]:
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         **bench.about("jax"),
         "load_average": round(os.getloadavg()[0], 1),  # of the last minute; other programs may have used the machine
-        "parameters": MODEL.num_parameters(),
-        "megabytes": round(4 * MODEL.num_parameters() / 1e6, 1),
+        "parameters": weight_counts(MODEL).total,
+        "megabytes": round(4 * weight_counts(MODEL).total / 1e6, 1),
     }
 
 

@@ -3,7 +3,7 @@
     python -m scripts.planning.compare_schedules
 
 Lengths follow the workload `longtail`, where a response ends with probability 1/64 at each token. Predicted seconds
-are the cost model's seconds on the CPU that `predictions.py` calibrated, times two factors: one for generating, one for
+are the cost model's seconds on the CPU of predictions.json, times two factors: one for generating, one for
 learning. The factors are fitted to the synchronous run only. Ages and recomputed tokens are counts and need no factor.
 Writes `staleness_predicted.json` and the table in docs/async.md; takes seconds.
 """
@@ -44,7 +44,7 @@ class GeometricLengths:
         """Mean number of tokens, truncation at `longest` included."""
         return (1 - (1 - self.end_probability) ** self.longest) / self.end_probability
 
-    def draw(self, rng: np.random.Generator, groups: int, copies: int) -> np.ndarray:
+    def sample(self, rng: np.random.Generator, groups: int, copies: int) -> np.ndarray:
         """Sample the number of tokens of each response of each group, int64 `[P, G]`."""
         return np.minimum(rng.geometric(self.end_probability, (groups, copies)), self.longest).astype(np.int64)
 

@@ -2,10 +2,11 @@
 
     python -m scripts.planning.predictions [--hardware FILE] [--write]
 
-Calibrates the local devices (eight CPU devices unless JAX_NUM_CPU_DEVICES says otherwise), or reads a file of
-`python -m scripts.planning.calibrate`. Then runs PPO for a few steps in each layout, every run in a separate process.
-Reports predicted and measured seconds of each stage, and Spearman's rank correlation of the steps. The machine should
-be idle otherwise. `--write` renews predictions.json, docs/predictions.png and the table in docs/planning.md.
+Runs PPO for a few steps in each layout on the local devices (eight CPU devices unless JAX_NUM_CPU_DEVICES says
+otherwise), every run in a separate process. Reports predicted and measured seconds of each stage, and Spearman's rank
+correlation of the steps. The figures of the devices are in a hardware file, or those saved in predictions.json.
+The machine should be idle otherwise. `--write` renews predictions.json, docs/predictions.png and the table in
+docs/planning.md.
 """
 
 import argparse
@@ -174,17 +175,16 @@ def rank_correlation(one: list[float], other: list[float]) -> float:
 
 
 def machine_of(file: str | None) -> Hardware:
-    """Read the calibrated hardware from a file, or calibrate it now."""
+    """Read the hardware from a file, or from the saved predictions."""
     if file is None:
-        file = str(Path(tempfile.mkdtemp()) / "hardware.json")
-        subprocess.run([sys.executable, "-m", "scripts.planning.calibrate", "--out", file], cwd=ROOT, check=True)
+        return Hardware(**json.loads((RESULTS / "predictions.json").read_text())["about"]["hardware"])
     return hardware(file)
 
 
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hardware", help="file of `python -m scripts.planning.calibrate`; without it calibrate now")
+    parser.add_argument("--hardware", help="hardware file; default: as in predictions.json")
     parser.add_argument("--write", action="store_true", help="renew results, picture and table")
     parser.add_argument("--only", nargs="*", help="names of layouts")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)

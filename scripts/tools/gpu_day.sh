@@ -5,7 +5,7 @@
 #   bash scripts/tools/gpu_day.sh OUT [PART ...]      # on the machine, from the root of the repository
 #
 # Every part has a time limit of its own and appends its lines to OUT/gpu_day.jsonl as they are found; what it printed
-# besides is in OUT/gpu_day.log. Parts: kernels, decode, update, card, tests; buffers is run where it is named.
+# besides is in OUT/gpu_day.log. Parts: kernels, decode, update, tests; buffers is run where it is named.
 # `WHEELS=FOLDER` installs the wheels first, without a network.
 set -u
 
@@ -56,9 +56,8 @@ update() {
     measure update 70 python3 -m scripts.tools.gpu_day.update --size 1.5B
     measure update 60 python3 -m scripts.tools.gpu_day.update --size 0.5B --sequences 2 --tokens 32768 --trained 32000 --microbatch 32768
 }
-card() { measure card 60 python3 -m scripts.tools.gpu_day.card; }
 tests() { measure tests 90 python3 -m pytest -q -n 0 -p no:cacheprovider -m accel tests >> "$out/gpu_day.log"; }
 
-for part in "${@:-kernels decode update card tests}"; do
+for part in "${@:-kernels decode update tests}"; do
     for each in $part; do $each; done
 done

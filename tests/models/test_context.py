@@ -12,6 +12,7 @@ from tiny_models import DECODER, close, drawn
 from jaxrlhf import models
 from jaxrlhf.models.attention.head_exchange import exchanged_heads
 from jaxrlhf.models.config import Experts, LatentAttention, LinearAttention
+from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.planner.hlo import collectives, product_flops
 from jaxrlhf.sharding.mesh import BATCH_AXES
 from jaxrlhf.sharding.rules import TRAIN, shardings
@@ -127,7 +128,7 @@ def test_heads_are_exchanged_and_no_token_is_gathered(context):
     assert moved.pop("all-to-all") == exchanged + embedded
     # Matrices forward, again, and backward, the table and the head once less; and the numbers of tokens.
     table = WIDE.vocab_size * WIDE.hidden_size
-    layers = WIDE.num_layers * WIDE.layer_parameters()
+    layers = weight_counts(WIDE).layers
     assert moved.pop("all-gather") <= (3 * layers + 3 * table) * 4 * sent + ROWS * WIDTH * 4
     # Gradients, where a backend has no reduce-scatter.
     assert moved.pop("all-reduce") <= 2 * (layers + 2 * table) * 4 * sent + 10_000

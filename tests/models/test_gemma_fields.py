@@ -1,7 +1,5 @@
 """config.json of Gemma 3n and 4: layers that borrow keys and values, two kinds of heads, and refusals."""
 
-import math
-
 import jax
 import pytest
 
@@ -98,9 +96,6 @@ def test_shapes_of_gemma_3n(tmp_path):
     assert borrowing == Pattern(2, (Run("sliding_borrowing_layers", 4), Run("borrowing_layers", 1)))
     assert (config.stream_width, config.laurel_rank, config.sparsity[9:11]) == (4 * 2048, 64, (0.95, 0.0))
     assert (config.rope_theta, config.sliding_rope_theta) == (1e6, 1e4)
-    assert config.num_parameters() == sum(
-        math.prod(param.unpadded) for param in jax.tree.leaves(models.declare(config, "lm"))
-    )
 
 
 def test_layers_that_borrow_keys_and_values_are_the_last_ones(tmp_path):

@@ -20,6 +20,7 @@ import jaxrlhf
 from jaxrlhf.config import GRPO, PPO, Checkpointing, Layout, Lora, Nnx, Training
 from jaxrlhf.engine import Engine
 from jaxrlhf.models import init_params, model_config, param_dims, param_shapes, token_logp
+from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.models.decoder import hidden_states
 from jaxrlhf.planner.problem import question_of
 from jaxrlhf.sharding.mesh import SLOT_AXES, factored_mesh, mesh_of
@@ -119,7 +120,7 @@ def test_a_value_head_is_one_vector_more(model):
     lm, value = (jax.eval_shape(partial(init_params, model, head), jax.random.key(0)) for head in ("lm", "value"))
     assert value == {**lm, "head": jax.ShapeDtypeStruct((32,), jnp.float32)}
     assert jax.tree.leaves(lm) == jax.tree.leaves(param_shapes(model, "lm"))
-    assert model.num_parameters("value") == model.num_parameters("lm") + 32
+    assert weight_counts(model, "value").total == weight_counts(model, "lm").total + 32
 
 
 def test_the_largest_dimension_is_split_over_fsdp_and_vectors_are_whole(model):
@@ -153,7 +154,7 @@ class Named(nnx.Module):
 @pytest.mark.filterwarnings("ignore:Named has no key-value cache")
 def test_a_module_may_name_its_dimensions():
     model = model_config(Nnx(Named), ())
-    assert (model.vocab_size, model.hidden_size, model.num_parameters()) == (96, 16, 16 * 96)
+    assert (model.vocab_size, model.hidden_size, weight_counts(model).total) == (96, 16, 16 * 96)
     assert list(param_dims(model, "lm")["module"].values()) == [("embed", "vocab")]
     with pytest.raises(
         ValueError, match=r"Nnx: \w+ of shape \(16, 96\) has dimension names .* one name per dimension, from e"

@@ -1,4 +1,4 @@
-"""Devices for pools against every distribution there is, and placements that arithmetic by hand predicts."""
+"""Allocation of devices to pools, compared with every distribution, and placements predicted by hand."""
 
 import itertools
 import math
@@ -30,7 +30,7 @@ REFERENCE = Role("reference", TINY, "lm")
 
 
 def hardware_of(count: int, machine: int, **changes) -> Hardware:
-    """Memory is full when it is full, nothing has a delay, and links cost nothing."""
+    """Hardware whose whole memory is usable, without latencies, and with free links."""
     free = dict.fromkeys(("link_latency_s", "network_latency_s", "layer_overhead_s", "dispatch_overhead_s"), 0.0)
     free |= {"link_bytes_per_s": 1e30, "network_bytes_per_s": 1e30, "usable_memory": 1.0, "memory_bytes": 1e15}
     return machines(machines=count, devices_per_machine=machine, **{**free, **changes})
@@ -57,7 +57,7 @@ def test_there_are_as_many_placements_as_set_partitions(count, bell):
     if count < 3:
         return
     tied = list(placements(replace(problem, together=(("role_0", "role_2"),))))
-    assert len(tied) == {3: 2, 5: 15}[count]  # those of one role fewer
+    assert len(tied) == {3: 2, 5: 15}[count]  # as many as for one role fewer
     assert all(any({"role_0", "role_2"} <= set(pool) for pool in pools) for pools in tied)
 
 
@@ -124,7 +124,7 @@ def test_pools_without_room_have_no_allocation():
     assert allocate([one, one], hardware, within=math.inf)[0] is None
     found, _ = allocate([one], hardware, within=math.inf)
     assert found is not None
-    assert allocate([one], hardware, within=found.seconds)[0] is None  # no better than what is known
+    assert allocate([one], hardware, within=found.seconds)[0] is None  # not faster than the limit
 
 
 def test_stages_wait_for_the_slowest_pool():
@@ -154,8 +154,8 @@ def test_a_cache_that_does_not_fit_takes_waves(rows, waves, at_once):
 
 LONG = Workload(prompts=8, responses=8, prompt_tokens=50.0, response_tokens=50.0, longest_tokens=100)
 LEARNER = Role("actor", SMALL, "lm", passes=0, trained=True)
-# 100 tokens in float16: inputs of 10 layers; of one 4000 + 4000 of heads + 12000 of the MLP; 1000 scores in float32,
-# as many weights in float16 and the gradients of both.
+# 100 tokens in float16: the inputs of 10 layers; in one layer 4000 + 4000 numbers of heads and 12000 of the MLP; 1000
+# scores in float32, their softmax in float16, and the gradients of both.
 LEARNER_BYTES = SMALL_WEIGHTS * (4 + 4 + 8) + 100 * ((10 * 1000 + 20_000) * 2 + 1000 * 12) + 2 * 100 * 1000 * 4
 
 
@@ -193,7 +193,7 @@ def test_a_pool_within_a_machine_never_meets_the_network():
     hardware = hardware_of(2, 4, network_bytes_per_s=1e-9, network_latency_s=1e9)
     roles = replace(ACTOR, generates=False), replace(REFERENCE, passes=2)
     layouts = {"actor": (Layout(fsdp=3),), "reference": (Layout(fsdp=2), Layout(fsdp=8))}
-    # Groups of 3 do not divide machines of 4, and the first pool lies in one all the same.
+    # Groups of 3 do not divide machines of 4, but the first pool is inside one machine.
     problem = a_problem(roles, hardware, layouts=layouts, pools=((("actor",), 3), (("reference",), 4)))
     assert all(call.cost.collective_s < 1 for plan in search(problem).plans for call in plan.calls)
     over_both = replace(problem, pools=((("actor", "reference"), 8),), layouts={"reference": (Layout(fsdp=8),)})
@@ -207,7 +207,7 @@ def test_weights_move_to_a_rollout_over_what_lies_between_the_pools(shape, share
     rates = {"link_bytes_per_s": 1000.0, "network_bytes_per_s": 100.0, "link_efficiency": 0.5}
     pools = ((("actor", "reference"), 2), ((ROLLOUT,), 2))
     problem = a_problem((ACTOR, REFERENCE), hardware_of(*shape, **rates, shared_compute=shared), pools=pools)
-    # Two replicas and two that send: each receives the weights in two bytes. Of one in two shards, half of them.
+    # Two devices send and two receive all weights in two bytes each, or half of them if a replica has two shards.
     for given, received in ((Layout(), TINY_WEIGHTS * 2), (Layout(generation_tensor=2), TINY_WEIGHTS)):
         (plan,) = search(replace(problem, layouts={"actor": (given,)})).plans
         ((call, seconds),) = [(call, call.cost.collective_s) for call in plan.calls if call.verb == "move"]
@@ -215,7 +215,7 @@ def test_weights_move_to_a_rollout_over_what_lies_between_the_pools(shape, share
         assert seconds == pytest.approx(received / rate)
     (plan,) = search(replace(problem, pools=((pools[0][0], 1), pools[1]), layouts={"actor": (Layout(),)})).plans
     (seconds,) = [call.cost.collective_s for call in plan.calls if call.verb == "move"]
-    assert seconds == pytest.approx(2 * TINY_WEIGHTS * 2 / rate)  # one sends to two, and the fourth device idles
+    assert seconds == pytest.approx(2 * TINY_WEIGHTS * 2 / rate)  # one device sends to two, and the fourth is idle
 
 
 def test_an_actor_that_does_not_generate_keeps_a_layout_of_replicas_larger_than_its_pool():
@@ -225,7 +225,7 @@ def test_an_actor_that_does_not_generate_keeps_a_layout_of_replicas_larger_than_
     layouts = {pool.roles: pool.layouts for pool in plan.pools}
     assert layouts["actor", "reference"]["actor"] == replace(given, data=1)
     assert layouts[(ROLLOUT,)][ROLLOUT].generation_tensor == 2
-    # The actor's own pool, of 1 device, holds no such replica.
+    # The actor's pool of one device cannot hold such a replica.
     together = ((("actor",), 1), (("reference",), 2))
     with pytest.raises(Infeasible, match="the layout set for actor does not fill 1 x made"):
         search(a_problem((ACTOR, REFERENCE), hardware_of(1, 4), pools=together, layouts={"actor": (given,)}))

@@ -1,4 +1,4 @@
-"""Bytes of caches that are predicted, against what caches take: in slots, in pages that are shared, in rings."""
+"""Predicted bytes of caches, compared with real caches: slots, shared pages, and rings."""
 
 import itertools
 from dataclasses import replace
@@ -31,7 +31,7 @@ def test_a_cached_token_takes_what_the_cache_allocates_for_it(kv_heads: int, ite
     assert cache_bytes_per_token(config, Layout(1, 1, 2, 4, 2, 2), itemsize=itemsize) == whole / 4
     shared = Layout(1, generation_context=4, generation_tensor=2)
     assert cache_bytes_per_token(config, shared, itemsize=itemsize) == whole / 8
-    # A head cannot be cut: more shards than heads hold copies.
+    # A head cannot be split: further shards hold copies.
     assert cache_bytes_per_token(config, Layout(1, 1, 1, 4, 1, 4), itemsize=itemsize) == whole / min(4, kv_heads)
 
 
@@ -42,7 +42,7 @@ def test_responses_share_their_prompts_where_the_cache_lies_in_pages() -> None:
     for prompts, responses in itertools.product((1, 3), range(1, 13)):
         assert slots.of(responses, prompts=prompts) == 30 * token * responses
         assert pages.of(responses, prompts=prompts) == (20 * min(prompts, responses) + 10 * responses) * token
-        # One response more than fits would not.
+        # One more response would not fit.
         for room in range(1, 12 * 30, 7):
             fits = [count for count in range(13) if pages.of(count, prompts=prompts) <= room * token]
             found = pages.fitting(np.array(room * token), prompts=np.array(prompts))
@@ -73,7 +73,7 @@ def test_layers_with_a_window_take_what_their_rings_do(config: ModelConfig, stag
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     prompt, response = cache_per_sequence(config, layout, work, software)
     assert (prompt, response) == (0, pytest.approx(whole / stages))
-    # In pages all layers have as many positions.
+    # In pages all layers keep all positions.
     pages = cache_per_sequence(config, layout, work, replace(software, pages=stages == 1)).response
     assert (pages > response) == (stages == 1)
     if config == GEMMA:
@@ -87,7 +87,7 @@ def test_a_token_reads_no_more_of_a_window_than_its_ring() -> None:
         decode_cost(model, ALONE, how, work, software, UNIT).memory_s
         for model in (GEMMA, replace(GEMMA, sliding_window=None, sliding_layers=()))
     ]
-    # All tokens are past the last but one size of the cache.
+    # All tokens need the largest capacity of the cache.
     assert read[1] - read[0] == pytest.approx(40 * 2000 * (32_768 - 1184) * 8192 / UNIT.reached_bytes_per_s)
 
 

@@ -1,4 +1,4 @@
-"""Seconds of collectives, against rings walked device by device."""
+"""Seconds of collectives, compared with rings simulated device by device."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ CLUSTER = replace(
 
 
 def groups_of(group: DeviceGroup, devices: int) -> list[list[int]]:
-    """Every group, as the devices of it."""
+    """Return the devices of every group."""
     found = []
     for block in range(0, devices, group.size * group.stride):
         for first in range(group.stride):
@@ -35,7 +35,7 @@ def groups_of(group: DeviceGroup, devices: int) -> list[list[int]]:
 
 
 def walked(group: DeviceGroup, hardware: Hardware) -> tuple[bool, float]:
-    """Whether any ring leaves a machine, and what a machine's connection then leaves for each that does."""
+    """Return whether any ring leaves a machine, and the rate of such a ring."""
     machine = hardware.devices_per_machine
     leaving = dict.fromkeys(range(hardware.machines), 0)
     for ring in groups_of(group, hardware.machines * machine):
@@ -52,7 +52,7 @@ def test_groups_are_where_walking_their_rings_says(machine: int) -> None:
     seen = set()
     for size, stride in itertools.product([1, 2, 3, 4, 5, 6, 8, 16, 24], [1, 2, 3, 4, 8, 16]):
         group, block = DeviceGroup(size, stride), size * stride
-        # As many machines as it takes until a group ends where a machine does.
+        # Enough machines that a group ends at the end of a machine.
         hardware = replace(CLUSTER, machines=math.lcm(machine, block) // machine, devices_per_machine=machine)
         crosses, rate = walked(group, hardware)
         assert crosses_machines(group, hardware) == crosses, group
@@ -60,7 +60,7 @@ def test_groups_are_where_walking_their_rings_says(machine: int) -> None:
         if not crosses or block % machine == 0:
             assert bytes_per_s(group, hardware) == rate, group
         else:
-            # In a machine where one group ends and another begins, both may send at once.
+            # If one group ends and another begins in a machine, both may send at once.
             assert rate <= bytes_per_s(group, hardware) <= 2 * rate, group
         seen.add((crosses, block % machine == 0))
     assert {(True, True), (machine == 1, machine == 1)} <= seen
@@ -68,7 +68,7 @@ def test_groups_are_where_walking_their_rings_says(machine: int) -> None:
 
 
 def ring(shards: list[float], *, latency: float, rate: float) -> float:
-    """In each step all devices pass on what they received last, and the largest piece takes longest."""
+    """Return the seconds of a ring: in each step every device sends what it received last, the largest part longest."""
     held, seconds = list(shards), 0.0
     for _ in shards[1:]:
         seconds += latency + max(held) / rate
@@ -102,7 +102,7 @@ def test_a_pool_within_a_machine_is_one_machine(shared: bool) -> None:
     assert {devices: pool.machines for devices, pool in seen.items()} == {1: 1, 3: 1, 4: 1, 8: 1, 16: 2}
     assert not crosses_machines(DeviceGroup(3, 1), seen[3])
     assert crosses_machines(DeviceGroup(2, 8), seen[16])
-    # Made-up devices have the share of those of their machine that idle; other machines' do not help.
+    # Simulated devices also have the share of idle devices of their machine, but not of other machines.
     for devices, pool in seen.items():
         share = {1: 8, 3: 8 / 3, 4: 2, 8: 1, 16: 1}[devices] if shared else 1
         assert (pool.link_bytes_per_s, pool.network_bytes_per_s) == (100 * share, 4 * share)

@@ -1,4 +1,4 @@
-"""`jaxrlhf.plan`: every shipped configuration is planned offline, and what it prints can be pasted."""
+"""Command `plan`: plans of every shipped configuration without a network, and settings to paste."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ MACHINES = {"a100x2x8": 16, "h100": 8, "v5p-16": 8, "cpu": 8}
 
 
 def refusal(capsys, *arguments: object) -> str:
-    """The one line with which the command ends."""
+    """Return the line with which the command ends."""
     with pytest.raises(SystemExit) as end:
         run_module("plan", *arguments)
     shown = capsys.readouterr()
@@ -30,10 +30,10 @@ def refusal(capsys, *arguments: object) -> str:
     return shown.err
 
 
-SMALL = [name for name, path in shipped().items() if path.parent.name == "configs"]  # recipes are planned on their own
+SMALL = [name for name, path in shipped().items() if path.parent.name == "configs"]  # test_recipes plans the recipes
 KINDS = ("dapo_arithmetic", "grpo_geometry3k", "prime_letters", "rlhf_reward_model", "rlhf_sft", "rloo_arithmetic")
 KINDS += ("safe_rlhf_digits", "tools_python")
-"""One of each algorithm, of images and of tools."""
+"""Configurations with each algorithm, with images and with tools."""
 FEW = [*itertools.product(KINDS, ["h100"]), *itertools.product(["ppo_gsm8k"], MACHINES)]
 
 
@@ -46,14 +46,14 @@ FEW = [*itertools.product(KINDS, ["h100"]), *itertools.product(["ppo_gsm8k"], MA
 )
 def test_every_shipped_configuration_is_planned(name, hardware, tmp_path, monkeypatch):
     config = load(name)
-    if getattr(config.model, "path", "").startswith("models/"):  # what another run of the pipeline exports
+    if getattr(config.model, "path", "").startswith("models/"):  # exported by an earlier run of the pipeline
         monkeypatch.chdir(tmp_path)
         for exported in ("rlhf_sft", "rlhf_reward_model"):
             write_policy(tmp_path / "models" / exported)
     machines = hardware_of(config, hardware)
     assert machines.devices == MACHINES[hardware]
     if hardware == "cpu" and name.endswith(("_gsm8k", "_geometry3k")):
-        # 0.5 or 3 billion weights of 16 bytes to train; of 16 GB for all 8 devices together a plan fills nine tenths.
+        # 0.5 or 3 billion trained weights take 16 bytes each; a plan fills 90 % of the 16 GB of all 8 devices.
         with pytest.raises(Infeasible, match=r"actor does not fit 8 x cpu: .* than the 1.68 GiB that a plan may fill"):
             search(question_of(config, machines).problem)
         return
@@ -90,7 +90,7 @@ def test_it_prints_plans_and_what_to_paste(tmp_path, monkeypatch, capsys):
 def test_json_is_all_that_is_printed_and_touches_neither_device_nor_folder(tmp_path):
     words = "-m jaxrlhf.plan --config grpo_gsm8k --hardware h100 --json --plans 1"
     command = [sys.executable, *words.split()]
-    # JAX fails on a platform that does not exist as soon as it looks for a device.
+    # JAX fails on an unknown platform as soon as it looks for devices.
     environment = {**os.environ, "JAX_PLATFORMS": "nowhere", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -174,10 +174,7 @@ def test_a_reference_apart_from_its_adapters_may_be_none_of_its_own_in_a_search_
     ("arguments", "message"),
     [
         (("--hardware", "a1000"), "unknown hardware 'a1000'; known names are a100"),
-        (
-            ("--hardware", "nowhere.json"),
-            "no hardware file 'nowhere.json'; `python -m scripts.planning.calibrate` writes one",
-        ),
+        (("--hardware", "nowhere.json"), "nowhere.json cannot be read as JSON (no such file); give"),
         (("--hardware", "h100", "--plans", "0"), "--plans must be 1 or more, got 0"),
         (("--hardware", "h100", "--prompt-tokens", "9999"), "a mean of 9999.0 prompt_tokens is above"),
         (
@@ -228,7 +225,7 @@ def test_devices_of_no_known_kind_are_refused(monkeypatch, capsys):
     monkeypatch.setattr("jaxrlhf.planner.hardware.recognise", lambda kind, platform: None)
     message = refusal(capsys, "--config", "ppo_gsm8k")
     assert "is unknown" in message
-    assert "scripts.planning.calibrate" in message
+    assert "a .json file with the figures of the devices" in message
 
 
 def test_slots_that_bind_are_named_with_what_more_would_gain(capsys):

@@ -1,4 +1,4 @@
-"""Rows split over devices: layouts, tokens and seconds of a plan, counted by hand."""
+"""Rows split over devices: layouts, tokens and seconds, compared with counts by hand."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.workload import Role, Software, Workload
 
 SEVEN = ModelConfig("llama", 64, 56, 48, 4, 14, 2, 8)
-"""Seven heads to a key, of which four devices make sixteen to four keys."""
+"""Seven query heads for each key-value head; four devices pad this to sixteen heads and four key-value heads."""
 SENT = replace(UNIT, matmul_flops_per_s=FREE, memory_bytes_per_s=FREE)
 
 
@@ -26,7 +26,7 @@ SENT = replace(UNIT, matmul_flops_per_s=FREE, memory_bytes_per_s=FREE)
     ("model", "context", "heads", "keys"), [(GROUPED, 2, 4, 2), (GROUPED, 4, 4, 4), (SEVEN, 4, 16, 4)]
 )
 def test_a_layer_sends_queries_keys_values_and_results(model: ModelConfig, context: int, heads: int, keys: int) -> None:
-    """64 responses of 16 tokens, a pass without and with the exchange of 4 layers; weights are split alike."""
+    """Compare a pass over 64 responses of 16 tokens with and without the exchanges of 4 layers."""
     role = trained(model)
     layouts = Layout(data=1, context=context), Layout(data=1, fsdp=context)
     batches = [batch_of(role, layout, 64, WORK, HALVES) for layout in layouts]
@@ -36,7 +36,7 @@ def test_a_layer_sends_queries_keys_values_and_results(model: ModelConfig, conte
     tokens, part = 64 * 16 / context, (context - 1) / context
     exchanged = 4 * (2 * heads + 2 * keys) * 8 * tokens * 2 * part
     looked_up = model.hidden_size * tokens * 2 * part
-    # As many weights are gathered, for a part of the rows: once more for each microbatch there is.
+    # The same weights are gathered, but for each of `context` times as many microbatches.
     assert split == pytest.approx(exchanged + context * (whole - looked_up) + looked_up)
 
 

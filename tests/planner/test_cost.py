@@ -1,4 +1,4 @@
-"""Seconds of training and scoring, against counts of matrix products, ring steps and bytes by hand."""
+"""Seconds of training and scoring, compared with matrix products, ring steps and bytes counted by hand."""
 
 import dataclasses
 import random
@@ -43,7 +43,7 @@ SPLITS = [
 
 @pytest.mark.slow
 def test_the_forward_pass_multiplies_as_often_as_xla_says() -> None:
-    # One layer, of rows that no loop goes through by tiles: XLA counts the body of a loop once.
+    # One layer and short rows, so that no loop over layers or tiles exists: XLA counts the body of a loop once.
     config = ModelConfig("qwen2", 512, 256, 768, 1, 8, 2, 32, qkv_bias=True)
     rows, width = 2, 960
     ints = jax.ShapeDtypeStruct((rows, width), jnp.int32)
@@ -55,7 +55,7 @@ def test_the_forward_pass_multiplies_as_often_as_xla_says() -> None:
     counted = compiled.cost_analysis()["flops"]
     tokens = rows * width
     head = head_flops(config, "lm", tokens=tokens)
-    # Scores behind the mask are not computed, but for those in the blocks of queries that it cuts.
+    # Masked scores are not computed, except in blocks of queries that the mask divides.
     assert layer_flops(config, tokens=tokens, context=width / 2) + head == pytest.approx(counted, rel=0.05)
     assert layer_flops(config, tokens=tokens, context=width * 9 / 16) + head == pytest.approx(counted, rel=0.02)
 
@@ -176,15 +176,15 @@ def test_a_batch_that_does_not_divide_costs_as_its_largest_share() -> None:
 
 
 @pytest.mark.parametrize(("layout", "moved"), [
-    # Of two copies of eight devices each device shares its machine's connection with seven others.
+    # With two copies of eight devices, each device shares its machine's connection with seven others.
     (Layout(2, 1, 1, 8), 2 * 1 / 2 / 8), (Layout(1, 2, 1, 8), 3 * 1 / 2 / 8), (Layout(2, 8), 2 * 1 / 2 / 8),
-    # Of four copies of four, which lie two in each machine, with three others.
+    # With four copies of four devices, two in each machine, it shares with three others.
     (Layout(4, 1, 1, 4), 2 * 3 / 4 / 4 / 2), (Layout(1, 4, 1, 4), 3 * 3 / 4 / 4 / 2),
-    # One ring over all sixteen has the connection of all eight.
+    # One ring over all sixteen devices has the whole connection.
     (Layout(16), 2 * 15 / 16 / 8), (Layout(1, 16), 3 * 15 / 16 / 8),
 ])  # fmt: skip
 def test_copies_on_two_machines_meet_over_the_network(layout: Layout, moved: float) -> None:
-    """Only what leaves a machine takes time here; `moved` counts whole models, of two bytes a weight.
+    """Count only bytes between machines; `moved` is in whole models of two bytes a weight.
 
     Models split by width do not gather their table: each device with a part of the heads exchanges all its tokens.
     """
@@ -200,7 +200,7 @@ RATES = ("matmul_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "networ
 
 
 def drawn(rng: random.Random):
-    """A model, a layout that fills sixteen devices, and everything else at random."""
+    """Sample a model, a layout of sixteen devices, software and hardware."""
     sizes = dict.fromkeys(("data", "fsdp", "stage", "tensor"), 1)
     for _ in range(4):
         sizes[rng.choice(list(sizes))] *= 2

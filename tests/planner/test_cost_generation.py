@@ -1,4 +1,4 @@
-"""Seconds of generation, and of weights on their way, against bytes counted by hand and weights that really move."""
+"""Seconds of generation and of weight transfers, compared with bytes counted by hand and with real transfers."""
 
 import itertools
 import random
@@ -39,14 +39,14 @@ from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh
 
 READS = replace(UNIT, matmul_flops_per_s=FREE, link_bytes_per_s=FREE)
-"""Generation takes what it takes to read."""
+"""Hardware on which only memory reads take time."""
 NEW_TOKENS = 20  # the longest, 30, less the prompt of 10; the mean response has 6
 ALONE = Layout(1)
 ONE = Decoding(1, 1, 1)
 
 
 def read_weights(model: ModelConfig) -> int:
-    """Of every token: not the embedding, of which it reads a row, and not the norms."""
+    """Return the number of weights that every token reads: all except the embedding and the norms."""
     return weights_of(model) - 64 * 32 - (2 * model.num_layers + 1) * 32
 
 
@@ -58,13 +58,13 @@ def generated(
     work: Workload = WORK,
     hardware: Hardware = READS,
 ) -> Cost:
-    """Of as many responses as fill all waves."""
+    """Return the cost of generating as many responses as fill all waves."""
     work = replace(work, responses=how.waves * how.at_once * how.replicas)
     return generation_cost(model, layout, how, work, HALVES, hardware)
 
 
 def cache_reads(model: ModelConfig, responses: int, *, prompt: int = 10, tokens: int = 6) -> float:
-    """Bytes of keys and values, token by token; half of the token that is just computed."""
+    """Return the bytes of keys and values read by all tokens; the current token counts half."""
     lengths = [prompt + new + 0.5 for new in range(tokens)]
     return responses * sum(lengths) * model.num_layers * 2 * model.num_kv_heads * model.head_dim * 2
 
@@ -82,7 +82,7 @@ def test_a_token_reads_all_weights_once_and_the_cache_of_every_response(model: M
 def test_many_responses_are_bound_by_products(waves: int, at_once: int, by_products: bool) -> None:
     hardware = replace(READS, matmul_flops_per_s=200.0, matmul_efficiency=0.5)
     cost = generated(how=Decoding(waves, at_once, 1), work=replace(WORK, prompts=0), hardware=hardware)
-    # Each of 20 or 26 steps reads 2 bytes of a weight, one a second; each of 6 tokens of a response is 2 operations.
+    # Each of 20 or 26 steps reads 2 bytes of a weight at 1 byte/s; each of 6 tokens of a response takes 2 operations.
     reading = {1: 20, 2: 26}[waves] * read_weights(DENSE) * 2
     multiplying = waves * at_once * 6 * read_weights(DENSE) * 2 / 100
     linear = multiplying if by_products else reading
@@ -133,7 +133,7 @@ def test_stages_of_generation_save_no_time() -> None:
         busy = staged.compute_s + staged.memory_s
         assert busy == pytest.approx(whole.seconds / stage)
         assert staged.idle_s == pytest.approx(whole.seconds * (stage - 1) / stage)
-    # One token goes over three boundaries.
+    # Each token is sent between stages three times.
     steps = generated(Layout(1, 1, 4, 1, 4, 1), how, hardware=STEPS).collective_s
     assert steps == pytest.approx(3 * NEW_TOKENS)
     sent = generated(Layout(1, 1, 4, 1, 4, 1), how, hardware=UNIT).collective_s
@@ -159,7 +159,7 @@ def test_a_switch_moves_what_the_table_says(p: int, t: int) -> None:
     for pg, tg in grid:
         expected = (t * p - tg * pg) / (tg * pg * t * p) * M
         assert switch_bytes(ALL_SPLIT, Layout(1, 1, p, t, pg, tg), itemsize=2) == pytest.approx(expected)
-        # Each of 4 shards holds a quarter of what it held, and receives the rest.
+        # With 4 shards a device holds a quarter as much, and receives the rest.
         missing = M / (tg * pg) - M / (t * p) / 4
         assert switch_bytes(ALL_SPLIT, Layout(1, 4, p, t, pg, tg), itemsize=2) == pytest.approx(missing)
 
@@ -172,7 +172,7 @@ REAL = [
 
 
 def really_moved(layout: Layout) -> int:
-    """Most bytes in bfloat16 that a device has to receive."""
+    """Return the most bytes in bfloat16 that a device has to receive."""
     meshes = factored_mesh(layout, jax.devices()), generation_mesh(layout, jax.devices())
     shapes = param_shapes(ALL_SPLIT, "lm", jnp.bfloat16)
     return HybridEngine.by_rules(*meshes, param_dims(ALL_SPLIT, "lm"), shapes, dtype=jnp.bfloat16).bytes_per_device
@@ -180,7 +180,7 @@ def really_moved(layout: Layout) -> int:
 
 @pytest.mark.parametrize("layout", REAL)
 def test_the_hybrid_engine_moves_what_is_predicted(layout: Layout) -> None:
-    # Norms are not split by tensor and fsdp: of them a device may hold all, of 2 for each of 8 layers and the last.
+    # Norms are not split by tensor and fsdp, so a device may hold all 2 x 8 + 1 of them.
     norms = (2 * 8 + 1) * 32 * 2
     predicted = switch_bytes(ALL_SPLIT, layout, itemsize=2)
     assert abs(really_moved(layout) - predicted) <= norms < M / 40
@@ -207,7 +207,7 @@ A100S = replace(
     link_bytes_per_s=300e9, network_bytes_per_s=200e9 / 8 / 8, host_bytes_per_s=25e9,
     network_latency_s=1e-3, dispatch_overhead_s=0.5, link_efficiency=0.8,
 )  # fmt: skip
-"""The paper's: 600 GB/s in both directions, 200 Gb/s of a machine over its eight devices."""
+"""Hardware of the paper: 600 GB/s in both directions, and 200 Gb/s for the eight devices of a machine."""
 
 
 ONE_MACHINE = replace(UNIT, devices_per_machine=8, network_bytes_per_s=1e-9, network_latency_s=1e9)
@@ -216,7 +216,7 @@ ONE_MACHINE = replace(UNIT, devices_per_machine=8, network_bytes_per_s=1e-9, net
 @pytest.mark.parametrize(("layout", "missing"), [
     (Layout(1, 2, 1, 4, 1, 2), 1 / 2 - 1 / 8), (Layout(1, 2, 1, 4, 1, 1), 1 - 1 / 8),
     (Layout(1, 1, 4, 2, 1, 1), 1 - 1 / 8), (Layout(1, 8), 1 - 1 / 8), (Layout(2, 1, 2, 2, 1, 1), 1 - 1 / 4),
-    # Where training does not refine generation, nothing is taken to be there.
+    # If training does not refine generation, a device is assumed to hold no part of its shard.
     (Layout(1, 1, 8, 1, 1, 2), 1 / 2), (Layout(2, 1, 1, 4, 2, 2), 1 / 4), (Layout(4, 1, 1, 2, 1, 8), 1 / 8),
     (Layout(1, 4, 1, 2, 1, 8), 1 / 8),
 ])  # fmt: skip
@@ -226,7 +226,7 @@ def test_a_switch_inside_one_machine_never_takes_the_network(layout: Layout, mis
 
 
 def sources(layout: Layout, device: int) -> set[int]:
-    """Devices of the same copy whose shards are parts of the shard that this one generates with."""
+    """Return the devices of the same copy that hold parts of a device's generation shard."""
     place = np.arange(16).reshape(layout.data, layout.fsdp, layout.stage, layout.tensor)
     data, _, stage, tensor = (int(at[0]) for at in np.nonzero(place == device))
     stages, tensors = layout.stage // layout.generation_stage, layout.tensor // layout.generation_tensor

@@ -1,4 +1,4 @@
-"""Seconds of pipelines, against schedules played part by part and sends counted by hand."""
+"""Seconds of pipelines, compared with schedules simulated part by part and sends counted by hand."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from jaxrlhf.planner.cost.cost import forward_cost, update_cost
 from jaxrlhf.planner.workload import Software
 
 CLUSTER = replace(UNIT, machines=2, devices_per_machine=8, link_bytes_per_s=FREE)
-"""What stays inside a machine is free."""
+"""Machines with free links, joined by a network."""
 PRODUCTS = replace(UNIT, link_bytes_per_s=FREE)
 ONE_PIPELINE = replace(HALVES, pipeline_parts_per_stage=None)
 ON_LAST = replace(HALVES, head_on_last_stage=True)
@@ -22,11 +22,11 @@ WIDE = replace(DENSE, num_heads=8, num_kv_heads=8)
 
 
 def scheduled(forward: Sequence[float], backward: Sequence[float], count: int) -> float:
-    """Seconds until all parts went through all stages, and then back through them.
+    """Return the seconds until all parts passed all stages forward, and then backward.
 
     Args:
-      forward: Of one part on each stage.
-      backward: As well, in the stages' order; empty where nothing goes back.
+      forward: Seconds of one part on each stage.
+      backward: Seconds of one part on each stage, in the order of stages; empty without a backward pass.
     """
     done = [0.0] * count
     for turn, seconds in enumerate([*forward, *reversed(backward)]):
@@ -46,7 +46,7 @@ PIPELINES = [
     (2, 4, ONE_PIPELINE, 16), (4, 4, ONE_PIPELINE, 16), (4, 16, ONE_PIPELINE, 4), (4, 64, ONE_PIPELINE, 1),
     (2, 64, HALVES, 8), (4, 64, HALVES, 16), (2, 64, replace(HALVES, pipeline_parts_per_stage=1), 2),
 ]  # fmt: skip
-"""Stages, rows of a microbatch, software, and parts that go through in one go."""
+"""Stages, rows of a microbatch, software, and number of parts of one pipeline."""
 
 
 @pytest.mark.parametrize(("stage", "rows", "software", "count"), PIPELINES)
@@ -57,7 +57,7 @@ def test_stages_take_as_long_as_a_schedule_played_part_by_part(
     software = replace(software, head_on_last_stage=on_last, recomputes_logits=recomputes)
     role = trained(DENSE, rows_per_microbatch=rows)
     layer = LAYERS / stage / count
-    # The head on the last stage, or after the pipeline and before the way back on all of them.
+    # The head runs on the last stage, or on all stages between the forward and the backward pipeline.
     head = [0.0] * (stage - 1) + [LM_HEAD / count if on_last else 0.0]
     apart = 0.0 if on_last else LM_HEAD / stage
     forward = [layer + more for more in head]
@@ -75,13 +75,13 @@ def test_stages_take_as_long_as_a_schedule_played_part_by_part(
 ])  # fmt: skip
 def test_stages_on_two_machines_meet_over_the_network(layout: Layout, parts: int, ticks: int, senders: int) -> None:
     role = trained(WIDE, rows_per_microbatch=64)
-    # A machine's connection of 8 is shared by those that send to the other one: there, and back.
+    # Devices that send to the other machine share the connection of their machine, forward and backward.
     sent = 2 * ticks * TOKENS / parts * 32 * 2 * senders / 8
     assert update_cost(role, layout, WORK, ON_LAST, CLUSTER).collective_s == pytest.approx(sent)
-    # What the last stage returns is reduced over all of them.
+    # The output of the last stage is reduced over all stages.
     share = (layout.stage - 1) / layout.stage
     returned = 2 * 2 * share * TOKENS * 32 * 2 * senders / 8
-    # Embeddings are added up over all devices, in one ring, which has the whole connection.
+    # Embeddings are summed over all devices in one ring, which has the whole connection.
     returned += 2 * 15 / 16 * TOKENS * 32 * 2 / 8
     assert update_cost(role, layout, WORK, HALVES, CLUSTER).collective_s == pytest.approx(sent + returned)
     steps = replace(CLUSTER, network_bytes_per_s=FREE, network_latency_s=1.0)

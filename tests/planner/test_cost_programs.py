@@ -1,4 +1,4 @@
-"""Seconds of what programs do beside the model's products: rows that are not full, buckets, and gradients added up."""
+"""Seconds of work besides the products of the model: padded rows, cache capacities, and sums of gradients."""
 
 import itertools
 from dataclasses import replace
@@ -18,11 +18,11 @@ from jaxrlhf.planner.workload import Workload
 from jaxrlhf.workers.model import microbatch_shape
 
 READS = replace(UNIT, matmul_flops_per_s=FREE, link_bytes_per_s=FREE)
-"""Generation takes what it takes to read."""
+"""Hardware on which only memory reads take time."""
 
 
 def batched(budget: int, layout: Layout, width: int, length: int, responses: int) -> Batch:
-    """What is predicted of responses that are all of one length."""
+    """Return the predicted microbatches of responses of equal length."""
     work = Workload(responses, responses, length / 2, length / 2, width)
     return batch_of(trained(DENSE, tokens_per_microbatch=budget), layout, responses, work, HALVES)
 
@@ -93,7 +93,7 @@ def test_microbatches_with_shared_prompts_are_those_that_the_workers_make(layout
 def test_each_microbatch_reads_two_gradients_and_writes_their_sum() -> None:
     role = trained(DENSE)  # 64 rows, 4 at a time
     work = Workload(8, 64, 10, 6, 30)
-    twice = replace(work, updates=2, epochs=3)  # as often in every update, and for every epoch
+    twice = replace(work, updates=2, epochs=3)  # as often in each update and epoch
     for layout, step, microbatches in [(Layout(1), work, 16), (Layout(1, 4), work, 4), (Layout(1), twice, 3 * 16)]:
         apart, in_place = (
             update_cost(role, layout, step, replace(HALVES, adds_gradients=adds), UNIT) for adds in (True, False)

@@ -1,4 +1,4 @@
-"""What plans count by, held against the parameters that each family declares and against transformers' own."""
+"""Counts of weights, operations and cache bytes of every family, compared with transformers' models and our arrays."""
 
 import math
 from functools import cache
@@ -11,10 +11,9 @@ import torch
 import transformers
 
 from jaxrlhf.config import Layout
-from jaxrlhf.models import declare, empty_cache, read_config
-from jaxrlhf.models.config import STACKS
+from jaxrlhf.models import empty_cache, read_config
+from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.models.huggingface.families import FAMILIES
-from jaxrlhf.planner.cost.cost import layer_flops
 from jaxrlhf.planner.cost.memory import cache_bytes
 
 TASKS = {"lm": "ForCausalLM", "score": "ForSequenceClassification"}
@@ -30,19 +29,6 @@ def on_no_device(kind: str, head: str, directory) -> torch.nn.Module:
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
     return model
-
-
-def leaves(config, head: str) -> list[tuple[str, int]]:
-    """Every declared parameter, and how many numbers it has, without the rows that pad a table."""
-    found = []
-    for path, param in jax.tree.leaves_with_path(declare(config, head)):
-        name, shape = jax.tree_util.keystr(path, simple=True, separator="."), param.shape
-        if param.dims[0] == "vocab":
-            rows = config.layer_inputs.vocab_size if name.startswith("layer_inputs") else config.vocab_size
-            assert rows <= shape[0] < rows + 64
-            shape = (rows, *shape[1:])
-        found.append((name, math.prod(shape)))
-    return found
 
 
 def heads_of(kind: str) -> list[str]:
@@ -67,10 +53,9 @@ def known(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("kind", "head"), [(kind, head) for kind in tiny_checkpoints.KINDS for head in heads_of(kind)])
-def test_a_family_has_as_many_weights_as_it_declares_and_as_transformers_has(kind, head, known):
+def test_a_family_has_as_many_weights_as_transformers(kind, head, known):
     config, weights = known(kind, head)
-    assert sum(size for _, size in leaves(config, head)) == weights
-    assert config.num_parameters(head) == weights
+    assert weight_counts(config, head).total == weights
 
 
 def test_every_family_is_counted(known):
@@ -78,16 +63,15 @@ def test_every_family_is_counted(known):
 
 
 @pytest.mark.parametrize("kind", tiny_checkpoints.KINDS)
-def test_operations_are_two_for_each_weight_that_a_token_is_multiplied_with(kind, known):
+def test_parts_of_layers_are_counted_once(kind, known):
     config, _ = known(kind)
-    experts = config.experts
-    met = 0.0
-    for path, size in leaves(config, "lm"):
-        if path.partition(".")[0] in STACKS:
-            routed = ".experts." in path
-            met += size * (experts.per_token / experts.count if routed else 1)
-    # Norm scales and biases are a few more, which only multiply or add.
-    assert layer_flops(config, tokens=3, context=0) * config.num_layers == pytest.approx(2 * 3 * met, rel=0.02)
+    weights, experts = weight_counts(config), config.experts
+    assert weights.attention + weights.mlp <= weights.layers < weights.total
+    assert weights.experts + weights.down <= weights.layers - weights.attention
+    assert weights.layers_with(None) == weights.layers
+    if experts is not None:
+        assert weights.layers_with(experts.count) == weights.layers
+        assert weights.layers_with(0) == weights.layers - weights.experts
 
 
 @pytest.mark.parametrize("kind", tiny_checkpoints.KINDS)

@@ -1,4 +1,4 @@
-"""Experts divided over devices: layouts, bytes and seconds, against meshes, real arrays and what XLA moves."""
+"""Experts divided over devices: layouts, bytes and seconds, compared with meshes, arrays and XLA's collectives."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ ROUTED = 2 * 4 * 3 * 32 * 16
 """Weights of all experts."""
 REST = 2 * (4 * 32 * 32 + 32 * 4 + 2 * 32) + 2 * 64 * 32 + 32
 VECTORS = 2 * (2 * 32 + 32 * 4) + 32
-"""Of the rest, those that tensor shards or no axis but stages split: norms and routers."""
+"""Weights of norms and routers, which not every axis splits."""
 LAYOUTS = [
     Layout(2, expert=4), Layout(1, 2, expert=4), Layout(2, 2, expert=2), Layout(1, 2, 1, 2, 1, 1, 2),
     Layout(1, 2, 1, 2, 1, 2, 2), Layout(1, 1, 1, 2, 1, 2, 4),
@@ -48,7 +48,7 @@ def accepted(check, *arguments, **named) -> bool:
 
 
 def compiled(model: ModelConfig, layout: Layout, shape: tuple[int, int], *, backward: bool = True, remat: bool = False):
-    """A pass over packed rows on eight devices, with logits as they are trained on."""
+    """Compile a pass over packed rows on eight devices, with the log-probabilities of training."""
     mesh = factored_mesh(layout, jax.devices())
     axes = {"row_axes": BATCH_AXES, "head_axes": TENSOR_AXES, "expert_axes": EXPERT_AXES}
     execution = replace(models.choose_execution(model, jnp.float32, mesh, **axes, remat=remat), mesh=mesh)
@@ -90,7 +90,7 @@ def test_experts_are_divided_in_all_ways_that_the_mesh_and_the_rules_accept(coun
     assert {(layout.data, layout.fsdp, layout.tensor, layout.expert) for layout in found} == expected
     assert len(found) == len(expected)
     assert {expert for *_, expert in expected} == {1: {1}, 3: {1}, 4: {1, 2, 4}}[count]
-    # Whole copies of all weights on each device leave nothing to divide.
+    # If each device has all weights, experts are not divided.
     assert {layout.expert for layout in training_layouts(actor(model), devices, one, fsdp=False)} == {1}
 
 
@@ -154,7 +154,7 @@ def test_a_pool_that_generates_is_sent_each_expert_once_for_all_that_share_it():
 
 
 def exchanged(layout: Layout, *, backward: bool, remat: bool = False) -> list[tuple[str, int]]:
-    """Kind and bytes, in 4 a number, of each collective of tokens among devices that share experts: of one layer."""
+    """Return kind and float32 bytes of one layer's collectives of tokens among devices that share experts."""
     position = {device.id: place for place, device in enumerate(jax.devices())}
     sharing = {frozenset(first + layout.tensor * n for n in range(layout.expert)) for first in _firsts(layout)}
     found = []
@@ -184,7 +184,7 @@ def _firsts(layout: Layout) -> list[int]:
 )
 def test_tokens_go_to_their_experts_and_back_as_often_as_xla_says(layout, backward, remat):
     found = exchanged(layout, backward=backward, remat=remat)
-    # Where every device then takes its own rows of a sum, accelerators scatter it.
+    # Accelerators use a reduce-scatter if every device takes only its rows of the sum.
     kinds = [kind for kind, _ in found]
     assert kinds.count("all-gather") == 1 + backward * (1 + remat)
     assert kinds.count("all-reduce") == 1 + backward
@@ -205,8 +205,8 @@ def test_tokens_go_to_their_experts_and_back_as_often_as_xla_says(layout, backwa
 def test_an_exchange_takes_the_steps_of_its_ring():
     work = replace(WORK, responses=64)
     role = trained(MODEL, rows_per_microbatch=64, remat=True)
-    # A gather and a scatter forward; two gathers, of tokens and of gradients, and a scatter backward; in each layer.
-    # Weights but the experts are gathered twice and their gradients scattered once; embeddings go there and back.
+    # In each layer a gather and a scatter forward, and two gathers and a scatter backward. Weights without experts are
+    # gathered twice and their gradients scattered once; embeddings are exchanged forward and backward.
     assert update_cost(role, Layout(2, expert=4), work, HALVES, STEPS).collective_s == 2 * 5 * 3 + 3 * 3 + 2 * 3 + 2
     assert forward_cost(role, Layout(2, expert=4), work, HALVES, STEPS).collective_s == 2 * 2 * 3 + 3 + 3
 
@@ -221,10 +221,10 @@ def test_decoding_reads_the_experts_that_are_there_for_the_tokens_of_all_who_sha
 
     reads = replace(UNIT, matmul_flops_per_s=1e30, link_bytes_per_s=1e30)
     whole, divided = (generated(layout, reads).memory_s for layout in (Layout(8), Layout(2, expert=4)))
-    # Of 8 tokens, and of 32 of four devices, a quarter draws each of four experts.
+    # Each of four experts is chosen by a quarter of the 8 tokens of one device, or of the 32 tokens of four devices.
     read = [fixed + ROUTED * (1 - 0.75**8), fixed + ROUTED / 4 * (1 - 0.75**32)]
     assert whole - divided == pytest.approx(20 * 2 * (read[0] - read[1]))
-    # In each of 20 steps of 2 layers tokens come in 3 steps and go in as many; the prefill has as many once.
+    # Each of 20 decode steps and the prefill gathers and scatters tokens in 2 layers, in 3 ring steps each.
     assert generated(Layout(2, expert=4), STEPS).collective_s == 21 * 2 * 2 * 3
     sent = generated(Layout(2, expert=4), UNIT).collective_s
     assert sent == pytest.approx(20 * 8 * 2 * 2 * 3 * 32 * 2)

@@ -1,4 +1,4 @@
-"""What a search says when nothing fits, against bytes counted by hand."""
+"""Messages of a search in which nothing fits, compared with bytes counted by hand."""
 
 import re
 from dataclasses import replace
@@ -32,7 +32,7 @@ LAST = "fewer tokens_per_microbatch, shorter sequences or devices with more memo
 
 
 def hardware_of(count: int, machine: int, memory_bytes: float) -> Hardware:
-    """Of slow networks, over which no layer is split."""
+    """Return machines with a slow network, over which no layer is split."""
     return machines(machines=count, devices_per_machine=machine, memory_bytes=memory_bytes, usable_memory=0.9,
                     network_bytes_per_s=1.0)  # fmt: skip
 

@@ -26,22 +26,22 @@ from jaxrlhf.sharding.rules import GENERATE, TRAIN, cast_shapes, check_divisible
 GIB = 2**30
 LLAMA, QWEN = "meta-llama/Llama-3.1-70B-Instruct", "Qwen/Qwen3-235B-A22B"
 MACHINES = {"v5p-128": (64, 95 * GIB), "h100x16x8": (128, 80e9), "h200x16x8": (128, 141e9)}
-"""Devices, and the memory of each: a v5p slice is named after its cores, of which a chip has two."""
+"""Number of devices, and memory of a device; the name of a v5p slice counts cores, two for each chip."""
 FILLED = 0.7
-"""Of a device's memory."""
+"""Share of a device's memory that plans may fill."""
 WEIGHTS = {LLAMA: 70_553_706_496, QWEN: 235_093_634_560}
-"""Of the checkpoint's files."""
+"""Number of weights in the checkpoint's files."""
 NORMS = {LLAMA: 2 * 8192, QWEN: 2 * 4096 + 2 * 128}
-"""Weights of one layer that are the scales of norms."""
+"""Number of weights of one layer's norms."""
 ROUTER = {LLAMA: 0, QWEN: 4096 * 128}
-"""Weights of one layer that choose its experts."""
+"""Number of weights of one layer's router."""
 
 OPTIMIZER = optax.adamw(1e-6)
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 
 def a_run(path: str):
-    """GRPO with a reference, 1280 responses of up to 1024 tokens."""
+    """Return GRPO with a reference, with 1280 responses of up to 1024 tokens."""
     return override(load("grpo_gsm8k"), {"model.path": path, "actor.tokens_per_microbatch": 131_072})
 
 
@@ -50,7 +50,7 @@ SEVERAL = pytest.param((LLAMA, "h100x16x8"), marks=pytest.mark.slow)  # its test
 
 @pytest.fixture(scope="module", params=[(LLAMA, "v5p-128"), SEVERAL, (QWEN, "h200x16x8")], ids="-".join)
 def planned(request):
-    """The model, devices, memory of one, the problem and its best plan."""
+    """Return model, number of devices, memory of a device, problem and best plan."""
     name, machines = request.param
     config = a_run(name)
     problem = question_of(config, replace(hardware_of(config, machines), usable_memory=FILLED)).problem
@@ -58,7 +58,7 @@ def planned(request):
 
 
 def mesh_of(layout: Layout, devices: int, *, generates: bool = False) -> AbstractMesh:
-    """The factored mesh, without devices."""
+    """Return the factored mesh, without devices."""
     stage, tensor, expert = layout.generation_stage, layout.generation_tensor, layout.expert
     if layout.refines:
         sizes = {"data": layout.data, "fsdp": layout.fsdp, "expert": expert, "stage": stage, "tensor": tensor}
@@ -74,14 +74,14 @@ def mesh_of(layout: Layout, devices: int, *, generates: bool = False) -> Abstrac
 
 
 def ways(sharding: NamedSharding, dim: int) -> int:
-    """Into how many parts a dimension is split."""
+    """Return the number of parts of a dimension."""
     names = sharding.spec[dim] if dim < len(sharding.spec) else None
     names = (names,) if isinstance(names, str) else names or ()
     return math.prod(sharding.mesh.shape[name] for name in names)
 
 
 def held_bytes(shapes, layout) -> int:
-    """Of one device, counted dimension by dimension; none is left over."""
+    """Return the bytes of one device; every dimension splits evenly."""
     total = 0
     for leaf, sharding in zip(*map(jax.tree.leaves, (shapes, layout)), strict=True):
         for dim, size in enumerate(leaf.shape):
@@ -91,7 +91,7 @@ def held_bytes(shapes, layout) -> int:
 
 
 def trees(model, layout: Layout, devices: int):
-    """Shapes and shardings of the masters, and of the copy that generates."""
+    """Return shapes and shardings of the masters, and of the copy for generation."""
     dims, masters = models.param_dims(model, "lm"), models.param_shapes(model, "lm", jnp.float32)
     train, generate = mesh_of(layout, devices), mesh_of(layout, devices, generates=True)
     check_divisible(train, dims, masters, TRAIN, role="actor")
@@ -101,7 +101,7 @@ def trees(model, layout: Layout, devices: int):
 
 
 def cache_bytes(model, plan, layout: Layout, devices: int) -> float:
-    """Of one device, for the responses that the plan decodes at once; a program returns half of them anew."""
+    """Return the cache bytes of one device; a decode program copies half of the cache."""
     replica = layout.generation_stage * layout.generation_tensor
     each = math.ceil(plan.slots / (devices // replica))
     tree = jax.eval_shape(
@@ -120,7 +120,7 @@ def test_it_fits_by_the_planner_and_by_the_trees(planned):
     moments = jax.eval_shape(OPTIMIZER.init, masters)[0]
 
     def stays(part):
-        """Whether it is not offloaded, alone or with all of its role."""
+        """Return whether a part of a role is not offloaded."""
         return not {part, part.partition(".")[0]} & set(plan.offload)
 
     (_, reference), _ = trees(model, pool.layouts["reference"], devices)
@@ -172,7 +172,7 @@ def test_no_table_is_whole_on_any_device(planned):
     [("h200x16x8", 0.7, True, 1.2), ("h100x32x8", 0.7, False, 1.01)],
 )
 def test_a_mixture_is_planned_with_its_experts_divided_and_is_slower_without(machines, usable, generates, slower):
-    """Generation takes 470 GB, and at first a third of the experts twice: a machine of H200, none of H100.
+    """Generation takes 470 GB, and while layers are unstacked a third of the experts twice: too much for eight H100.
 
     With experts whole, H200 split each layer by more ways than it has key-value heads, which takes a fifth longer.
     """
@@ -193,7 +193,7 @@ def test_a_mixture_is_planned_with_its_experts_divided_and_is_slower_without(mac
 
 
 def test_copies_that_the_compiler_of_tpus_makes_leave_no_room_for_a_mixture_on_64_chips():
-    """Its layers' weights in bfloat16 and its gradient once more are 22 GB of each chip."""
+    """The cast weights of layers and the copied gradient take 22 GB of each chip."""
     config = a_run(QWEN)
     problem = question_of(config, replace(hardware_of(config, "v5p-128"), usable_memory=0.8)).problem
     actor, reference = problem.roles

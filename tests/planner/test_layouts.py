@@ -1,4 +1,4 @@
-"""Layouts that the search considers, against every split there is and against the meshes that would run them."""
+"""Layouts of the search, compared with all even splits and with meshes that run them."""
 
 import dataclasses
 import itertools
@@ -52,7 +52,7 @@ def sizes(layout: Layout) -> tuple[int | None, int, int, int]:
 
 
 def factorisations(devices: int) -> list[tuple[int, int, int, int]]:
-    """All data, fsdp, stage and tensor sizes that multiply to the number of devices."""
+    """Return all data, fsdp, stage and tensor sizes whose product is the number of devices."""
     numbers = [n for n in range(1, devices + 1) if devices % n == 0]
     return [four for four in itertools.product(numbers, repeat=4) if math.prod(four) == devices]
 
@@ -66,7 +66,7 @@ def refused(check, *arguments, **named) -> bool:
 
 
 def replicas(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> np.ndarray:
-    """Numbers of the devices that differ only along some axes, one row for each group of them."""
+    """Return the indices of devices that differ only along some axes, a row for each group."""
     number_of = {device: number for number, device in enumerate(jax.devices())}
     numbers = np.vectorize(number_of.__getitem__)(mesh.devices)
     within = [AXES.index(axis) for axis in axes]
@@ -75,7 +75,7 @@ def replicas(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> np.ndarray:
 
 
 def in_one(numbers: np.ndarray, machine: int) -> bool:
-    """Whether no row has devices of two machines."""
+    """Return whether each row is inside one machine."""
     return bool((numbers // machine == numbers[:, :1] // machine).all())
 
 

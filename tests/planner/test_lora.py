@@ -1,4 +1,4 @@
-"""Adapters in what is predicted: operations that XLA counts, bytes of real roles, and plans without a reference."""
+"""Predictions with adapters, compared with operations by XLA and bytes of roles; plans without a reference."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.workers.role_weights import RoleWeights
 
 LORA = Lora(rank=8)
-# XLA counts the body of a loop once: one layer of two. Of one, whose input needs no gradient, it would drop some.
+# Two layers: XLA counts the body of a loop once. In a single layer it would leave out the gradient of the input.
 MODEL = ModelConfig("llama", 512, 256, 768, 2, 8, 4, 32)
 ROWS, WIDTH = 2, 256
 
@@ -67,7 +67,7 @@ def test_frozen_weights_have_two_thirds_of_an_update_and_adapters_all(remat):
 
 def test_gradients_of_frozen_weights_go_nowhere():
     role = trained(DENSE, rows_per_microbatch=64, lora=LORA)
-    # Weights are gathered twice, adapters' gradients summed over all eight devices, and embeddings go there and back.
+    # Weights are gathered twice, gradients of adapters summed over all eight devices, embeddings exchanged twice.
     assert update_cost(role, Layout(1, 8), WORK, HALVES, STEPS).collective_s == 2 * 7 + 2 * 7 + 2 * 7
     assert update_cost(role, Layout(8), WORK, HALVES, STEPS).collective_s == 2 * 7
     held = adapters_held(DENSE, LORA, Layout(8))
@@ -102,7 +102,7 @@ def test_the_actor_makes_the_passes_of_a_reference_that_it_is_without_its_adapte
     on = machines(machines=1, memory_bytes=80e9, matmul_flops_per_s=1e14, memory_bytes_per_s=1e12)
     problem = question_of(adapting(), on, vocabulary=100).problem
     assert [role.name for role in problem.roles] == ["actor", "reward"]
-    assert problem.roles[0].passes == 2  # four updates of a step read its own log-probabilities, too
+    assert problem.roles[0].passes == 2  # with four updates a step it also computes the old log-probabilities
     assert problem.offloads[-1] == ("actor", "reward")
     plans = search(problem, keep=2).plans
     assert sorted(len(plan.pools) for plan in plans) == [1, 2]

@@ -1,4 +1,4 @@
-"""The search against a search that looks at everything, on many small problems in which different placements win."""
+"""The search, compared with an exhaustive search on many small problems with different best placements."""
 
 import functools
 import math
@@ -17,15 +17,15 @@ from jaxrlhf.planner.workload import STAGES
 
 
 def placement_of(plan: PlacementPlan) -> Placement:
-    """The roles of the plan's pools."""
+    """Return the roles of each pool of a plan."""
     return frozenset(frozenset(pool.roles) for pool in plan.pools)
 
 
 DATAFLOWS = ["sft", "grpo", "ppo", "safe", "large critic", "judges"]
 CASES = [(seed,) for seed in range(40)]
-CASES += [(seed,) for seed in (91, 200, 225, 236, 259, 279)]  # roles wait in host memory
-CASES += [(seed,) for seed in (81, 85, 108, 151, 160, 231, 253, 305, 320, 328)]  # weights move to a pool that generates
-CASES += [(seed,) for seed in (118, 119, 205, 217, 265, 273, 278, 298, 306)]  # many pools, and layouts of every size
+CASES += [(seed,) for seed in (91, 200, 225, 236, 259, 279)]  # with roles in host memory
+CASES += [(seed,) for seed in (81, 85, 108, 151, 160, 231, 253, 305, 320, 328)]  # with weights sent to a rollout pool
+CASES += [(seed,) for seed in (118, 119, 205, 217, 265, 273, 278, 298, 306)]  # with many pools and all kinds of layouts
 CASES += [(1000 + 10 * place + n, name, (1, 4)) for place, name in enumerate(DATAFLOWS) for n in range(2)]
 
 
@@ -49,7 +49,7 @@ def test_the_search_finds_the_cheapest_step_of_every_placement(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [349, 355, 580, 691])
 def test_more_room_never_hides_a_cheaper_plan(seed):
-    """Where the cache has little room, roles that hold less are kept although others compute as fast."""
+    """If memory for the cache is scarce, layouts that hold less are kept although others are as fast."""
     expected, found = solve(a_problem(seed))
     assert found is not None
     finds_the_cheapest(expected, found)
@@ -96,7 +96,7 @@ def test_one_machine_of_six_is_cut_anywhere_and_two_are_halved_and_then_cut_in_t
 
 @functools.cache
 def feasible() -> list[tuple[PlacementProblem, SearchResult]]:
-    """The drawn problems for which a plan is found, and what is found."""
+    """Return the sampled problems for which a plan exists, with their results."""
     found = [(problem, found_in(problem)) for problem in (a_problem(*case) for case in CASES)]
     return [(problem, plans) for problem, plans in found if plans is not None]
 
@@ -163,7 +163,7 @@ def test_every_plan_is_what_its_calls_and_pools_say():
 
 
 def peak_of(plan: PlacementPlan, number: int, problem: PlacementProblem) -> float:
-    """Most bytes of a pool's calls, from what each of its roles holds alone."""
+    """Return the peak bytes of a pool, from the bytes that each of its roles holds alone."""
     pool, simulator = plan.pools[number], Simulator(problem)
     roles = {role.name: role for role in problem.roles}
     generating = next((call.role for call in plan.calls if call.verb == "generate" and call.pool == number), None)

@@ -1,4 +1,4 @@
-"""Bytes that are predicted, against what XLA says a compiled program needs and what real parameters take."""
+"""Predicted bytes, compared with XLA's memory of compiled programs and with sharded parameters."""
 
 import itertools
 from dataclasses import replace
@@ -14,6 +14,7 @@ from jaxrlhf import models
 from jaxrlhf.config import Layout, Lora
 from jaxrlhf.models.attention.attention_xla import LONG_ROW, attend_blocks
 from jaxrlhf.models.config import Experts, ModelConfig
+from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.models.lora.lora import adapter_dims, adapter_shapes
 from jaxrlhf.models.memory import (
     adapters_held,
@@ -85,7 +86,7 @@ def test_what_layers_keep_knows_of_every_norm_and_of_experts(config: ModelConfig
 
 
 def kept_bytes(config: ModelConfig, dtype: Any, rows: int, width: int) -> float:
-    """Of a token and one of six layers, what the derivative by their weights takes over from the forward pass."""
+    """Return the bytes per token and layer that the forward pass of six layers keeps for the backward pass."""
     ints, shapes = jax.ShapeDtypeStruct((rows, width), jnp.int32), models.param_shapes(config, "lm")
 
     def derivative(params, token, position, segment):
@@ -97,7 +98,7 @@ def kept_bytes(config: ModelConfig, dtype: Any, rows: int, width: int) -> float:
         return jax.vjp(forward, params["layers"])[1]
 
     kept = jax.eval_shape(derivative, shapes, ints, ints, ints)
-    # Stacked over the layers; what has fewer numbers than there are tokens, or is a weight, is left out.
+    # Arrays stacked over layers, without weights and without arrays smaller than the tokens.
     weights = {leaf.shape for leaf in jax.tree.leaves(shapes)}
     arrays = [leaf for leaf in jax.tree.leaves(kept) if leaf.shape[:1] == (6,) and leaf.shape not in weights]
     found = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays if leaf.size >= 6 * rows * width)
@@ -122,7 +123,7 @@ def test_rows_keep_their_scores_up_to_the_width_that_the_estimate_says(width: in
 def test_devices_hold_the_share_of_the_weights_that_is_predicted(layout: Layout, head: Any, sizes: Any) -> None:
     config = replace(ALL_SPLIT, **sizes)
     dims, shapes = models.param_dims(config, head), models.param_shapes(config, head)
-    # What is split by stage alone, or not at all: the norms, and the vector of a value head.
+    # Norms and the vector of a value head are split by stages only, or not at all.
     vectors = (2 * 8 + 1 + (head == "value")) * 32
     held = shard_bytes(shapes, shardings(factored_mesh(layout, jax.devices()), dims, TRAIN)) / 4
     assert 0 <= held - weights_held(config, head, layout) <= vectors < weights_of(config, head) / 40
@@ -151,9 +152,9 @@ def test_key_value_heads_that_do_not_split_are_whole_on_every_device(layout: Lay
 
 @pytest.mark.parametrize("layout", [ALONE, Layout(2, 4), Layout(1, 2, 1, 4)], ids=str)
 def test_copies_that_compilers_make_are_counted(layout: Layout) -> None:
-    """For TPUs layers' weights in the compute dtype, activations of MLPs, and, split by width, gradients.
+    """Count copies of the TPU compiler: cast weights, activations of MLPs, and gradients that are split by width.
 
-    For GPUs attention's output, the second matrix of the MLP or of what experts share, and all of the experts.
+    The GPU compiler copies output matrices of attention and MLPs, and all experts.
     """
     lora, width, shards = Lora(rank=2), layout.fsdp > 1, layout.fsdp * layout.tensor
 
@@ -169,7 +170,7 @@ def test_copies_that_compilers_make_are_counted(layout: Layout) -> None:
     tokens = batch_of(trained(DENSE), layout, WORK.responses, WORK, HALVES).tokens
     widened = tokens * 2 * 6 * 48 / layout.tensor
     assert more("tpu") - more("tpu", weight_bytes=2) == pytest.approx(2 * layers / shards, rel=0.05)
-    learnt = {None: DENSE.num_parameters("lm") / shards, lora: adapters_held(DENSE, lora, layout)}
+    learnt = {None: weight_counts(DENSE, "lm").total / shards, lora: adapters_held(DENSE, lora, layout)}
     for (adapters, count), gradient_bytes in itertools.product(learnt.items(), (2, 4)):
         copied = more("tpu", adapters=adapters, weight_bytes=2, gradient_bytes=gradient_bytes)
         expected = widened + HALVES.compute_bytes * count * width
@@ -198,7 +199,7 @@ def test_scoring_holds_about_what_xla_allocates() -> None:
 @pytest.mark.parametrize(("dtype", "remat"), [(jnp.float32, True), (jnp.bfloat16, False)])
 def test_long_rows_take_about_what_xla_allocates(dtype: Any, remat: bool) -> None:
     config, width = ModelConfig("llama", 512, 64, 128, 3, 4, 2, 16), 2048
-    itemsize = 4  # on CPU XLA computes in float32 what is bfloat16
+    itemsize = 4  # on CPU XLA computes bfloat16 in float32
     ints = jax.ShapeDtypeStruct((1, width), jnp.int32)
     shapes, sizes = models.param_shapes(config, "lm"), {"tokens": width, "row_tokens": width, "itemsize": itemsize}
 
@@ -234,7 +235,7 @@ def test_adding_a_microbatchs_gradient_takes_a_second_gradient() -> None:
         return jax.tree.map(jnp.add, gradient, jax.grad(loss)(params, *rows))
 
     alone = to_read(jax.jit(jax.grad(loss)).lower(shapes, ints, ints, ints)).memory_analysis()
-    # As the workers do: the sum so far is given away, and the new one lies in its place.
+    # As in the workers: the new sum takes the memory of the donated sum.
     added = to_read(jax.jit(add, donate_argnums=1).lower(shapes, shapes, ints, ints, ints)).memory_analysis()
     gradient = 4 * weights_of(config)
     assert added.alias_size_in_bytes == gradient
@@ -261,12 +262,12 @@ def test_activations_grow_with_tokens_and_shrink_with_everything_that_splits_or_
             < trains(row_tokens=512, remat=remat)
         )
         assert trains(Layout(1, 1, 1, 2), remat=remat) < trains(remat=remat)
-        if not remat:  # recomputed, two stages of eight layers keep no less than they are fed and give
+        if not remat:  # with recomputation, stages also keep their inputs and outputs
             assert trains(Layout(1, 1, 2), remat=remat) < trains(remat=remat)
-        # Rows are split before; replicas and shards of weights change nothing.
+        # Replicas and shards of weights change nothing, as `tokens` is per device.
         assert trains(Layout(4, 2), remat=remat) == trains(remat=remat)
     assert scores() < trains() < trains(remat=False)
     assert scores(Layout(1, 1, 1, 2)) < scores() < scores(tokens=8192)
-    # Of few tokens all logits exist at a time, with their gradient in float32, when the layers' activations are gone.
+    # With few tokens all logits and their gradient exist at once, after the layers' activations are freed.
     few = {"tokens": 64, "row_tokens": 64, "itemsize": 2, "remat": True}
     assert training_activation_bytes(config, "lm", ALONE, **few) == 2 * 64 * 4096 * 4 + 64 * config.num_layers * 128 * 2

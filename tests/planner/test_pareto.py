@@ -1,4 +1,4 @@
-"""Which rows nothing beats, against every pair of rows."""
+"""Undominated rows, compared with a test of every pair."""
 
 import numpy as np
 import pytest

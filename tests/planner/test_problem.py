@@ -1,4 +1,4 @@
-"""What a configuration asks the search: every role does there what the step functions call."""
+"""Placement problem of a configuration: roles and their passes, workload, fixed layouts and pools, and notes."""
 
 import ast
 import importlib
@@ -50,7 +50,7 @@ def roles(config, **arguments):
 
 
 def verbs_called(algorithm: type[Algorithm]) -> Counter:
-    """How often an algorithm calls each verb of each role, read from the source of its step and what that calls."""
+    """Count the calls of each method of each role in the source of an algorithm's step."""
     found = Counter()
     for given in (algorithm.collect, algorithm.learn):
         module, name = given.split(":")
@@ -65,7 +65,7 @@ def verbs_of(function: FunctionType) -> Counter:
         owner = getattr(call, "value", None)
         if isinstance(owner, ast.Attribute) and getattr(owner.value, "id", None) == "roles":
             found[owner.attr, call.attr.partition("_")[0]] += 1
-        passes = {"old_log_prob": "actor", "ref_log_prob": "reference"}  # which call a role where it is needed
+        passes = {"old_log_prob": "actor", "ref_log_prob": "reference"}  # functions that call a role
         if isinstance(call, ast.Name) and call.id in passes:
             found[passes[call.id], "compute"] += 1
         if isinstance(call, ast.Name) and call.id in ("learn", "actor_critic", "respond", "generate_and_score"):
@@ -87,7 +87,7 @@ def test_a_role_does_what_the_step_function_calls(algorithm):
     assert called["actor", "update"] == 1, "the source is read as it is written"
     for name, role in planned.items():
         if name == "reward" and isinstance(algorithm, SFT):
-            assert role.passes == 0  # evaluations alone call it
+            assert role.passes == 0  # only evaluations call it
             continue
         assert role.passes == called[name, "compute"]
         assert role.trained == (called[name, "update"] > 0)
@@ -152,7 +152,7 @@ def test_reward_models_share_a_pool_and_functions_are_no_role():
 
 @dataclass(frozen=True)
 class Debate(PPO):
-    """An algorithm that this package does not know: a second trained role, and a second frozen one."""
+    """Algorithm of a user, with a second trained role and a second frozen role."""
 
     opponent: Training = field(default_factory=lambda: Training(tokens_per_microbatch=2048))
     opponent_model: Pretrained = field(default_factory=lambda: Pretrained("Qwen/Qwen3-4B"))
@@ -164,7 +164,7 @@ class Debate(PPO):
 
 @dataclass(frozen=True)
 class Preferences(SFT):
-    """One that updates on given answers, beside a frozen role."""
+    """Algorithm that updates on given answers, with a frozen role."""
 
     def roles(self, training):
         return (actor(training), reference())
@@ -197,7 +197,7 @@ def test_a_local_checkpoint_has_the_shape_of_its_config(tmp_path):
     model = write_policy(tmp_path / "model")
     actor = question_of(a_config(model=Pretrained(str(model))), machines()).problem.roles[0]
     assert actor.model.num_layers == 2
-    # A model from scratch over the tokenizer of a checkpoint, whose own vocabulary is rounded the same way.
+    # A model from scratch has the vocabulary of its tokenizer, rounded up as in the checkpoint.
     scratch = question_of(a_config(tokenizer=str(model)), machines()).problem.roles[0]
     assert scratch.model.vocab_size == actor.model.vocab_size
 
@@ -272,7 +272,7 @@ def test_layouts_and_offload_that_are_given_are_kept():
     actor, judge = Layout(tensor=2, generation_tensor=2), ModelReward("Qwen/Qwen2.5-0.5B", layout=Layout(fsdp=2))
     given = {"actor": Training(layout=actor), "rewards": Rewards((judge,)), "offload": ("reward", "actor.optimizer")}
     problem = question_of(a_config(**given), machines(), vocabulary=100).problem
-    # A reference without a layout of its own has the actor's, which generates nothing.
+    # A reference without a layout has the training part of the actor's layout.
     kept = {"actor": (actor,), "reference": (Layout(tensor=2),), "reward": (Layout(fsdp=2),)}
     assert problem.layouts == kept
     assert problem.offloads == (("reward", "actor.optimizer"),)
@@ -284,7 +284,7 @@ def test_pools_that_are_given_are_costed_as_they_are():
     judges = Rewards((ModelReward("Qwen/Qwen2.5-0.5B"), ModelReward("Qwen/Qwen3-0.6B")))
     pools = (Pool("a", 4, ("actor", "reference")), Pool("b", 2, ("critic",)), Pool("c", 1, ("rollout",)))
     problem = question_of(a_config(pools=pools, rewards=judges), machines(), vocabulary=100).problem
-    policy = ("actor", "reference", "reward_0", "reward_1")  # rewards that are not placed are on the first pool
+    policy = ("actor", "reference", "reward_0", "reward_1")  # reward models without a pool are on the first pool
     assert problem.pools == ((policy, 4), (("critic",), 2), (("rollout",), 1))
     assert problem.offloads == ((),)
     assert problem.layouts == dict.fromkeys(("actor", "critic", "reference", "reward_0", "reward_1"), (Layout(),))
@@ -356,7 +356,7 @@ def test_the_configuration_takes_as_many_devices_as_it_says():
 def test_devices_that_are_here_are_recognised(monkeypatch):
     here = hardware_of(a_config())
     assert (here.name, here.machines, here.devices_per_machine, here.shared_compute) == ("cpu", 1, 8, True)
-    two = hardware_of(a_config(devices=2))  # has all of the processor that eight devices share
+    two = hardware_of(a_config(devices=2))  # two devices have the whole processor
     assert two.devices == 2
     assert two.matmul_flops_per_s * 2 == pytest.approx(here.matmul_flops_per_s * 8)
     named = hardware_of(a_config(placement="auto", hardware="h100", devices=4))
@@ -366,7 +366,7 @@ def test_devices_that_are_here_are_recognised(monkeypatch):
     with pytest.raises(ValueError, match="hardware='v4' has machines of 4 devices, but this process uses 8"):
         hardware_of(a_config(placement="auto", hardware="v4"))
     monkeypatch.setattr("jaxrlhf.planner.hardware.recognise", lambda kind, platform: None)
-    with pytest.raises(ValueError, match=r"'cpu', is unknown; .*python -m scripts.planning.calibrate"):
+    with pytest.raises(ValueError, match=r"'cpu', is unknown; .*a .json file with the figures"):
         hardware_of(a_config())
 
 

@@ -1,4 +1,4 @@
-"""A plan in every form: as settings, as Python, as JSON, in tables and as a picture."""
+"""Plans as settings, Python, JSON, tables and pictures."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,7 @@ from jaxrlhf.config import (
     Training,
     override,
 )
-from jaxrlhf.planner.apply import freed, planned_config, planned_settings, snippet
+from jaxrlhf.planner.apply import planned_config, planned_settings, snippet, without_placement
 from jaxrlhf.planner.picture import bars_of, draw_timeline
 from jaxrlhf.planner.plan import (
     Cost,
@@ -37,7 +37,7 @@ from jaxrlhf.planner.report import bottleneck, critical_calls, layout_text, repo
 
 
 def shown(content) -> str:
-    """As printed where there is room enough for every line."""
+    """Return the text as printed to a wide terminal."""
     console = Console(width=200)
     with console.capture() as capture:
         console.print(content)
@@ -45,7 +45,7 @@ def shown(content) -> str:
 
 
 def supervised() -> PlacementPlan:
-    """A plan for an actor that only trains, four ways by stages and tensor."""
+    """Return a plan of an actor that only trains, split over two stages and two tensor shards."""
     pool = PlannedPool(("actor",), 8, {"actor": Layout(2, 1, 2, 2)}, 1.0, "actor update")
     return PlacementPlan(
         (pool,), (), (PlannedCall("update", 0, "actor", "update", Cost(compute_s=1.0)),), {"update": 1.0}
@@ -66,13 +66,13 @@ def test_a_plan_fills_in_a_configuration():
         offload=("actor.optimizer", "reward"),
         rollout=replace(config.rollout, slots=64),
     )
-    assert planned.algorithm == config.algorithm  # the critic's layout is the default
+    assert planned.algorithm == config.algorithm  # the critic has the default layout
 
 
 def test_one_pool_of_all_is_called_so():
     planned = planned_config(a_config(), together())
     assert planned.pools == (Pool("all", 8, ("actor", "critic", "reference", "reward")),)
-    assert planned.rollout.slots is None  # all 128 responses at once are what None says
+    assert planned.rollout.slots is None  # None means all 128 responses
 
 
 def test_generation_apart_gives_the_actor_its_generation_layout():
@@ -124,12 +124,12 @@ def test_the_python_to_paste_makes_the_planned_configuration(plan, given):
     exec(snippet(names["config"], plan), names)
     assert isinstance(names["config"], Config)
     assert names["config"] == planned_config(a_config(**given), plan)
-    assert snippet(names["config"], plan) == ""  # it is planned already
+    assert snippet(names["config"], plan) == ""  # no setting changes
 
 
-def test_a_freed_configuration_gives_no_placement():
+def test_a_configuration_without_its_placement_is_the_original():
     planned = planned_config(a_config(), replace(split(), slots=None))
-    assert freed(planned) == a_config()
+    assert without_placement(planned) == a_config()
 
 
 # As JSON.
@@ -154,7 +154,7 @@ def test_a_plan_is_kept_with_its_hardware(refused, tmp_path):
     saved = read_plan(tmp_path)
     assert saved.plan == split()
     roles = ("actor", "critic", "reference", "reward")
-    assert saved.why_not(devices=8, roles=roles) is None  # two machines of four, of which the plan takes six
+    assert saved.why_not(devices=8, roles=roles) is None  # the plan uses six of two machines of four
     assert saved.why_not(devices=6, roles=roles) == "the plan is for 8 devices, but there are 6"
     assert saved.why_not(devices=8, roles=roles[:1]) == (
         "the plan places actor, critic, reference, reward, but the run has actor"
@@ -171,7 +171,7 @@ def test_the_report_says_what_and_why():
     text = shown(report(a_search(), machines(), ("lengths are guessed",)))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "8 devices: 2 machines of 4 x made"
-    # Of the split plan, the longest stages are of the first pool twice and of the second once: 10 + 3 + 8 s.
+    # The first pool determines two stages of the split plan, the second pool the last: 10 + 3 + 8 s.
     assert "1 actor + reference 4 | actor 1-2-2 1-1 10.0 3.00 8.00 21.0 3.0 compute; actor generate" in lines
     assert "reference 1-1-1 x4" in lines
     assert "critic + reward 2 critic 1-1-2 0.5" in lines
@@ -179,7 +179,7 @@ def test_the_report_says_what_and_why():
     assert "2 actor + critic + reference + reward 8 1-1-8 1-1 6.00 4.50 15.5 26.0 4.0 compute; actor update" in lines
     assert "generate actor switch 4 1.00 1.00" in lines
     assert "critic+reward waits 2 10.0" in lines
-    assert "actor+reference waits 4 2.00" in lines  # 8 s of the critic's update less its own 6
+    assert "actor+reference waits 4 2.00" in lines  # 8 s of the critic's update minus 6 s
     assert "actor generate: 1 wave" in lines
     assert "2 of 8 devices are unused: no plan is faster with them" in lines
     assert "searched 15 placements, 40 allocations and 300 layouts in 0.12 s" in lines
@@ -187,7 +187,7 @@ def test_the_report_says_what_and_why():
 
 
 def test_why_the_second_lost():
-    # Its update takes 15.5 s and the winner's 8; of collectives 5 s and none, of compute 10.5 and 8.
+    # Its update takes 15.5 s instead of 8 s: 5 s instead of 0 s of collectives, 10.5 s instead of 8 s of compute.
     text = why_it_lost(together(), split())
     assert text == (
         "actor+critic+reference+reward 8 is slower by 5.00 s (24%). Its update takes 7.50 s more: "
@@ -237,7 +237,7 @@ def test_the_picture_has_a_lane_for_each_pool_and_a_bar_for_each_call(tmp_path):
         "critic + reward\n2 devices",
     ]
     widths = sorted(round(patch.get_width(), 6) for patch in axes.patches if patch.get_height() < 0.9)
-    # Nine calls, and below them a strip of 21 s in each lane.
+    # Nine calls, and a strip of 21 s in each lane.
     assert widths == [0.25, 0.5, 1.0, 1.0, 1.25, 2.0, 5.5, 8.0, 9.0, 21.0, 21.0]
     assert "21.0 s" in axes.get_title(loc="left")
     figure.savefig(tmp_path / "plan.png")

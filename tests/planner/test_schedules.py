@@ -1,4 +1,4 @@
-"""Schedules that the planner simulates, against times counted by hand."""
+"""Simulated schedules, compared with seconds counted by hand."""
 
 import json
 
@@ -18,19 +18,19 @@ from tests.planner.test_command import refusal
 
 
 def times(*, slots: int = 4, learn_s: float = 1.0, decode_s: float = 1.0, cache_s: float = 0.0, **others) -> StepTimes:
-    """A second for a token of every slot, and nothing for prompts."""
+    """Return times in which a decode step takes one second, and prompts take none."""
     given = {"capacities": (100,), "prefill_s": (0.0, 0.0, 0.0), "round_s": 0.0, "prompt_tokens": 2.0} | others
     return StepTimes(slots, np.array([1, slots]), np.full(2, decode_s), cache_s, learn_s=learn_s, **given)
 
 
 class Turns:
-    """Rows of lengths, one after another, for ever."""
+    """Given lengths of groups, repeated in order."""
 
     def __init__(self, *rows: list[int]) -> None:
         self.rows, self.next = rows, 0
         self.mean = float(np.mean(rows))
 
-    def draw(self, rng: np.random.Generator, groups: int, copies: int) -> np.ndarray:
+    def sample(self, rng: np.random.Generator, groups: int, copies: int) -> np.ndarray:
         drawn = [self.rows[(self.next + index) % len(self.rows)] for index in range(groups)]
         self.next += groups
         return np.array(drawn, np.int64).reshape(groups, copies)
@@ -55,7 +55,7 @@ def test_in_turns_a_step_is_both(schedule):
 
 
 def test_a_queue_evens_out_batches_that_take_long():
-    rows = [4], [4], [4], [28]  # 10 on average, and never longer than learning but once in four
+    rows = [4], [4], [4], [28]  # 10 on average; only one in four takes longer than learning
     slow, even = (
         simulate(Schedule(k, apart=True), times(slots=1, learn_s=10.0), Turns(*rows), groups=1, copies=1, steps=40)
         for k in (1, 4)
@@ -66,21 +66,21 @@ def test_a_queue_evens_out_batches_that_take_long():
 
 
 def test_slots_take_the_next_response_as_one_ends():
-    # Two slots: 5 and 2, then 4 behind the 2 (until 6), then 1 behind the 5 (until 6).
+    # Two slots: 5 then 1 (until 6), and 2 then 4 (until 6).
     found = simulate(Schedule(0), times(slots=2, learn_s=0.0), Turns([5, 2, 4, 1]), groups=1, copies=4)
     assert found.step_s == pytest.approx(6.0)
     assert found.slots_in_use == 1
 
 
 def test_caches_and_prompts_take_their_time():
-    # Positions 3, 4, 5 behind a prompt of 2: capacities 4, 4, 8. A prompt takes 1 + 2 * 10 + 4 * 100.
+    # Positions 3, 4, 5 after a prompt of 2: capacities 4, 4, 8. A prompt takes 1 + 2 * 10 + 4 * 100.
     given = times(slots=1, cache_s=0.5, capacities=(4, 8), prefill_s=(1.0, 10.0, 100.0), round_s=7.0, learn_s=2.0)
     found = simulate(Schedule(0), given, constant_lengths(3), groups=1, copies=1)
     assert found.step_s == pytest.approx(7 + 1 + 20 + 400 + 3 + 0.5 * (4 + 4 + 8) + 2)
 
 
 def test_a_straggler_goes_on_in_the_next_round():
-    # Two of three groups make a step. The one of 9 tokens is put off once, at 3, and ends 6 later.
+    # A step takes two of three groups. The group of 9 tokens is postponed once, after 3 tokens.
     rows = [9], [3], [3], [3], [3]
     settled = simulate(Schedule(1, 1.5), times(slots=3, learn_s=0.0), Turns(*rows), groups=2, copies=1, steps=200)
     whole = simulate(Schedule(0), times(slots=3, learn_s=0.0), Turns(*rows), groups=2, copies=1, steps=200)
@@ -90,7 +90,7 @@ def test_a_straggler_goes_on_in_the_next_round():
     assert 0 < settled.age_mean < 0.5
     assert settled.recomputed > 0
     assert settled.step_s < whole.step_s
-    # Its prompt of 2 and the 3 tokens it has are run again in every fifth round or so.
+    # Its prompt of 2 tokens and its 3 tokens are computed again, about every fifth round.
     costly = times(slots=3, learn_s=0.0, prefill_s=(0.0, 1.0, 0.0))
     again = simulate(Schedule(1, 1.5), costly, Turns(*rows), groups=2, copies=1, steps=200)
     prompts_s, tokens = 2 * 2, sum(one[0] for one in rows) / len(rows) * 2
@@ -108,12 +108,12 @@ def test_no_group_is_older_than_the_staleness():
 
 
 def test_lognormal_lengths_have_their_mean_and_tail():
-    drawn = LognormalLengths(100, 400, 10_000).draw(np.random.default_rng(0), 20_000, 5)
-    assert np.mean(drawn) == pytest.approx(100.5, rel=0.01)  # half a token of rounding up
+    drawn = LognormalLengths(100, 400, 10_000).sample(np.random.default_rng(0), 20_000, 5)
+    assert np.mean(drawn) == pytest.approx(100.5, rel=0.01)  # lengths are rounded up
     assert np.quantile(drawn, 0.99) == pytest.approx(400, rel=0.02)
     cut = LognormalLengths(100, 400, 150)
-    assert cut.draw(np.random.default_rng(0), 20_000, 5).max() == 150
-    assert cut.mean == pytest.approx(np.mean(cut.draw(np.random.default_rng(0), 20_000, 5)) - 0.5, rel=0.01)
+    assert cut.sample(np.random.default_rng(0), 20_000, 5).max() == 150
+    assert cut.mean == pytest.approx(np.mean(cut.sample(np.random.default_rng(0), 20_000, 5)) - 0.5, rel=0.01)
 
 
 def test_lengths_of_a_run_stay_with_their_prompts(tmp_path):
@@ -123,7 +123,7 @@ def test_lengths_of_a_run_stay_with_their_prompts(tmp_path):
     lengths = read_lengths(tmp_path / "samples.jsonl")
     assert isinstance(lengths, MeasuredLengths)
     assert lengths.mean == 29.25
-    drawn = {tuple(sorted(group)) for group in lengths.draw(np.random.default_rng(0), 20, 2).tolist()}
+    drawn = {tuple(sorted(group)) for group in lengths.sample(np.random.default_rng(0), 20, 2).tolist()}
     assert drawn == {(3, 4), (50, 60)}
 
 

@@ -1,4 +1,4 @@
-"""Plans made up by hand, so that what is shown of them can be told by arithmetic."""
+"""Plans made by hand, whose reports are easy to compute."""
 
 from jaxrlhf.config import (
     PPO,
@@ -17,7 +17,7 @@ from jaxrlhf.planner.plan import Cost, PlacementPlan, PlannedCall, PlannedPool, 
 
 
 def a_config(**changes) -> Config:
-    """PPO with a reward model, whose updates, lengths and budgets are easy to count."""
+    """Return PPO with a reward model, with updates, lengths and budgets that are easy to count."""
     settings = {
         "name": "made",
         "algorithm": PPO(
@@ -36,7 +36,7 @@ def a_config(**changes) -> Config:
 
 
 def machines(**changes) -> Hardware:
-    """Two machines of four devices, whose rates nobody reads."""
+    """Return two machines of four devices with arbitrary rates."""
     rates = dict.fromkeys(
         (
             *("memory_bytes", "matmul_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s"),
@@ -48,7 +48,7 @@ def machines(**changes) -> Hardware:
 
 
 def split() -> PlacementPlan:
-    """Actor and reference on four devices, critic and reward on two: 10 + 3 + 8 seconds."""
+    """Return a plan with actor and reference on four devices, critic and reward on two: 10 + 3 + 8 seconds."""
     policy = {"actor": Layout(2, 1, 1, 2, 1, 1), "reference": Layout(1, 4)}
     judging = {"critic": Layout(2), "reward": Layout(1, 1, 1, 2)}
     return PlacementPlan(
@@ -74,7 +74,7 @@ def split() -> PlacementPlan:
 
 
 def together() -> PlacementPlan:
-    """All on eight devices, in turns: 6 + 4.5 + 15.5 seconds, of the last 5 for collectives."""
+    """Return a plan with all roles on eight devices: 6 + 4.5 + 15.5 seconds, 5 of them for collectives."""
     roles = ("actor", "critic", "reference", "reward")
     return PlacementPlan(
         pools=(PlannedPool(roles, 8, dict.fromkeys(roles, Layout(8)), 2.0**32, "actor generate"),),
@@ -94,5 +94,5 @@ def together() -> PlacementPlan:
 
 
 def a_search() -> SearchResult:
-    """The two, the split one first."""
+    """Return the search result with both plans, the split plan first."""
     return SearchResult((split(), together()), placements=15, allocations=40, simulated=300, seconds=0.125)

@@ -1,4 +1,4 @@
-"""Small problems in which different placements win, and a search that looks at everything."""
+"""Small placement problems with different best placements, and an exhaustive search."""
 
 import functools
 import itertools
@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.models.config import Experts, ModelConfig
+from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.planner.cost.cost import decoding, generation_cost, move_cost
 from jaxrlhf.planner.cost.memory import cache_bytes_per_token
 from jaxrlhf.planner.cost.simulate import Simulator
@@ -26,7 +27,7 @@ Placement = frozenset[frozenset[str]]
 
 
 class Exhaustive:
-    """HybridFlow's algorithm 1 with every layout in place of algorithm 2's: nothing is pruned, nothing ranked early."""
+    """Exhaustive search: algorithm 1 of HybridFlow over all layouts, without pruning."""
 
     def __init__(self, problem: PlacementProblem) -> None:
         self.problem, self.hardware = problem, problem.hardware
@@ -38,7 +39,7 @@ class Exhaustive:
         self.ways = functools.cache(self._ways)
 
     def best(self) -> dict[Placement, float]:
-        """Seconds of the cheapest step of every placement that fits."""
+        """Return the seconds of the fastest step of every placement that fits."""
         found = {}
         for placement in self.placements():
             ways = itertools.product(self.allocations(placement), self.problem.offloads)
@@ -48,7 +49,7 @@ class Exhaustive:
         return found
 
     def placements(self) -> set[Placement]:
-        """Every way to hand roles to numbered pools, without the numbers."""
+        """Return all placements: every assignment of roles to pools."""
         if self.problem.pools is not None:
             return {frozenset(frozenset(roles) for roles, _ in self.problem.pools)}
         names, found = [*self.roles], set()
@@ -59,7 +60,7 @@ class Exhaustive:
         return {pools for pools in found if all(any(group <= pool for pool in pools) for group in groups)}
 
     def allocations(self, placement: Placement) -> Iterator[tuple[tuple[frozenset[str], int], ...]]:
-        """Every number of devices for every pool; some may idle."""
+        """Yield all numbers of devices of the pools; some devices may be idle."""
         if self.problem.pools is not None:
             yield tuple((frozenset(roles), devices) for roles, devices in self.problem.pools)
             return
@@ -72,7 +73,7 @@ class Exhaustive:
                 yield tuple(zip(sorted(placement, key=sorted), devices, strict=True))
 
     def cheapest(self, pools: tuple[tuple[frozenset[str], int], ...], offload: tuple[str, ...]) -> float:
-        """The least sum over stages of the most (or, on one processor, the sum) over pools."""
+        """Return the least seconds of a step: stages in order, pools in parallel, or in turns on one processor."""
         one_processor = self.hardware.shared_compute and self.hardware.machines == 1
         joined = np.add if one_processor else np.maximum
         step = np.zeros((1, 3))
@@ -82,7 +83,7 @@ class Exhaustive:
         return float(step.sum(axis=1).min(initial=math.inf))
 
     def _ways(self, names: frozenset[str], devices: int, offload: tuple[str, ...]) -> np.ndarray:
-        """Seconds of the stages for every layout of every role of a pool with which memory suffices."""
+        """Return the seconds of the stages for all layouts of the roles of a pool that fit into memory."""
         generating = None
         if self.generator is not None:
             generates = (ROLLOUT if self.apart else self.generator.name) in names
@@ -117,14 +118,14 @@ class Exhaustive:
         role = self.roles.get(name) or self.generator
         given = (self.problem.layouts or {}).get(role.name)
         hardware = self.hardware
-        if hardware.machines == 1:  # whose pools of any size straddle nothing
+        if hardware.machines == 1:  # pools of any size are inside the machine
             hardware = replace(hardware, devices_per_machine=devices)
         within = self.problem.devices_per_host or hardware.devices_per_machine
         if given is not None:
-            # Those of this file have whole copies of weights, but for fsdp.
+            # The given layouts split weights only over fsdp.
             pairs = [(own, devices // own.fsdp) for own in given if devices % own.fsdp == 0]
             wholes = [replace(own, data=data) for own, data in pairs if own.data in (None, data)]
-            if name == ROLLOUT:  # trains nothing: how training splits weights is all the same
+            if name == ROLLOUT:  # the training layout does not matter
                 wholes = list(given)
             if generates:
                 replica = [own.generation_stage * own.generation_tensor for own in wholes]
@@ -144,7 +145,7 @@ class Exhaustive:
         return [self.simulator.role(role, own, devices, offload, generates=generates) for own in wholes]
 
     def generation(self, own, room: float, devices: int, *, moved: str) -> float:
-        """Seconds with what the room leaves for the cache; infinite if that is less than one response."""
+        """Return the seconds of generation with `room` bytes; infinite if the cache of one response does not fit."""
         work, software, model = self.problem.workload, self.problem.software, self.generator.model
         row = work.longest_tokens * cache_bytes_per_token(model, own.layout, itemsize=software.compute_bytes)
         fit = math.floor((room - own.generating_bytes) / (row * software.cache_copies))
@@ -176,17 +177,17 @@ class Exhaustive:
 
 PLAIN = Software(
     adds_gradients=False,
-    decodes_apart=False,
+    unstacks_layers=False,
     cache_copies=1.0,
     decode_tokens_per_dispatch=None,
     reads_responses=False,
     skips_masked=False,
     shares_prompts=False,
 )
-"""Nothing exists twice, and programs start for free."""
+"""Software without copies and without overhead of program starts."""
 LEAN = replace(PLAIN, weight_bytes=2, pipeline_parts_per_stage=None, head_on_last_stage=True, skips_masked=True)
 REAL = Software(cache_copies=1.5, decode_tokens_per_dispatch=2, skips_masked=False, shares_prompts=False)
-"""As the engine has it, for responses of a few tokens."""
+"""Software of the engine, for responses of a few tokens."""
 
 
 def a_model(draw: random.Random, *, scale: int = 1) -> ModelConfig:
@@ -196,7 +197,7 @@ def a_model(draw: random.Random, *, scale: int = 1) -> ModelConfig:
 
 
 def roles_of(dataflow: str, draw: random.Random) -> tuple[Role, ...]:
-    """The roles of an algorithm, with tiny models."""
+    """Return the roles of an algorithm, with tiny models."""
     policy, judge = a_model(draw, scale=draw.choice([1, 2, 4])), a_model(draw, scale=draw.choice([1, 2, 4]))
     large = a_model(draw, scale=6)
     routed = replace(policy, hidden_size=policy.hidden_size // 5 * 8, experts=Experts(4, 2, 4))
@@ -220,12 +221,12 @@ def roles_of(dataflow: str, draw: random.Random) -> tuple[Role, ...]:
 
 
 def machines_of(draw: random.Random, shape: tuple[int, int], roles: tuple[Role, ...]) -> Hardware:
-    """Rates under which the tiny models take fractions of a second, some bound by this and some by that."""
+    """Sample rates with which tiny models take fractions of a second, with different bottlenecks."""
 
     def about(low: float, high: float) -> float:
         return math.exp(draw.uniform(math.log(low), math.log(high)))
 
-    state = sum(role.model.num_parameters(role.head) * (16 if role.trained else 2) for role in roles)
+    state = sum(weight_counts(role.model, role.head).total * (16 if role.trained else 2) for role in roles)
     link = about(1e4, 1e8)
     slow = draw.random() < 0.25
     return Hardware(
@@ -256,7 +257,7 @@ def a_problem(seed: int, dataflow: str | None = None, shape: tuple[int, int] | N
         roles, work, software, machines_of(draw, shape, roles), offloads, fsdp=draw.random() < 0.5
     )
     generates = any(role.generates for role in roles)
-    if generates and software.skips_masked:  # the cache of a few responses is all that there is room for
+    if generates and software.skips_masked:  # memory has room for the cache of a few responses
         token = cache_bytes_per_token(roles[0].model, Layout(), itemsize=2)
         longest = 10 + int(problem.hardware.memory_bytes * draw.uniform(0.1, 0.4) / token)
         problem = replace(problem, workload=replace(work, longest_tokens=longest))
@@ -277,13 +278,13 @@ def a_problem(seed: int, dataflow: str | None = None, shape: tuple[int, int] | N
 
 
 def solve(problem: PlacementProblem) -> tuple[dict[Placement, float], SearchResult | None]:
-    """Seconds that looking at everything finds for each placement, and the search's answer; None if nothing fits."""
+    """Return seconds of each placement by the exhaustive search, and the search's result; None if nothing fits."""
     return Exhaustive(problem).best(), found_in(problem)
 
 
 def found_in(problem: PlacementProblem) -> SearchResult | None:
-    """The search's answer; None if nothing fits."""
-    # What a refusal says takes longer than all the search, and is tested by itself.
+    """Return the result of the search; None if nothing fits."""
+    # The explanation of a refusal takes longer than the search, and has its own tests.
     with mock.patch("jaxrlhf.planner.search.mapping.explain_infeasible", return_value="nothing fits"):
         try:
             return search(problem, keep=ALL)

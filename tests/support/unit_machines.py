@@ -1,4 +1,4 @@
-"""Machines whose rates are 1 and which lose nothing, so that seconds are counts, and small models with naive counts."""
+"""Hardware whose rates are 1, so that seconds are counts, and small models with naive counts."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from jaxrlhf.planner.plan import Cost
 from jaxrlhf.planner.workload import Role, Software, Workload
 
 FREE = 1e30
-"""A rate so high that what it divides costs nothing."""
+"""Rate so high that the work costs nothing."""
 
 UNIT = Hardware(
     name="unit",
@@ -34,13 +34,13 @@ UNIT = Hardware(
     usable_memory=1.0,
 )
 STEPS = dataclasses.replace(UNIT, link_bytes_per_s=FREE, link_latency_s=1.0)
-"""Seconds of collectives are the steps of their rings."""
+"""Hardware on which the seconds of collectives are the steps of their rings."""
 
 DENSE = ModelConfig("llama", 64, 32, 48, 4, 4, 4, 8)
 GROUPED = ModelConfig("llama", 64, 32, 48, 4, 4, 2, 8)
 ROUTED = ModelConfig("llama", 64, 32, 48, 4, 4, 2, 8, experts=Experts(8, 2, 16, 24))
 ALL_SPLIT = ModelConfig("llama", 64, 32, 64, 8, 8, 8, 8)
-"""Every dimension splits eight ways."""
+"""Model whose dimensions all split eight ways."""
 
 WORK = Workload(prompts=8, responses=64, prompt_tokens=10, response_tokens=6, longest_tokens=30)
 TOKENS = 64 * 16
@@ -50,25 +50,25 @@ HALVES = Software(
     optimizer_bytes=4,
     compute_bytes=2,
     adds_gradients=False,
-    decodes_apart=False,
+    unstacks_layers=False,
     cache_copies=1.0,
     decode_tokens_per_dispatch=None,
     reads_responses=False,
     skips_masked=False,
     shares_prompts=False,
 )
-"""All but the moments in two bytes; gradients add up in place, decoding starts nothing and copies no cache, and all
-tokens have logits and scores of all; no prompt is shared."""
+"""Software in two bytes a number, without copies, program starts and shared prompts; logits and attention scores are
+computed for all tokens."""
 
 
 def trained(model: ModelConfig, **changes) -> Role:
-    """An actor that recomputes nothing and takes 4 rows at a time."""
+    """Return a trained actor without rematerialization, with 4 rows in a microbatch."""
     settings = {"head": "lm", "trained": True, "rows_per_microbatch": 4, "remat": False}
     return Role("actor", model, **{**settings, **changes})
 
 
 def naive_layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
-    """The sum over every matrix product of a decoder layer, two operations for each multiplication."""
+    """Return the operations of all matrix products of a decoder layer, two for each multiplication."""
     width, heads, kv_heads = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     products = [(width, heads), (width, kv_heads), (width, kv_heads), (heads, width)]
     products += [(model.head_dim, context), (context, model.head_dim)] * model.num_heads
@@ -84,15 +84,15 @@ def naive_layer_flops(model: ModelConfig, *, tokens: float, context: float) -> f
 
 
 def count_weights(tree) -> int:
-    """Numbers in a tree of shapes."""
+    """Return the number of entries of a tree of shapes."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
 def weights_of(model: ModelConfig, head: str = "lm") -> int:
-    """What the model really has."""
+    """Return the number of weights of a model by its shapes."""
     return count_weights(models.param_shapes(model, head))
 
 
 def parts(cost: Cost) -> list[float]:
-    """Its seconds, one by one."""
+    """Return the seconds of each part of a cost."""
     return [getattr(cost, field.name) for field in dataclasses.fields(cost)]

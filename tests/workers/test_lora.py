@@ -17,8 +17,9 @@ from jaxrlhf.config import Config, FromScratch, Layout, Lora, Sampling, ValueLos
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.models import scratch_config
+from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.models.lora.lora import adapter_shapes
-from jaxrlhf.planner.cost.memory import weights_learnt
+from jaxrlhf.planner.cost.memory import weights_trained
 from jaxrlhf.planner.cost.simulate import Simulator
 from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.problem import question_of
@@ -261,7 +262,7 @@ def test_the_estimate_counts_what_a_device_holds_of_adapters(layout):
     mesh = factored_mesh(layout, jax.devices()[: layout.fsdp * layout.stage * layout.tensor])
     shapes = adapter_shapes(config, "lm", lora)
     held = shard_bytes(shapes, RoleWeights("actor", config, "lm", None, lora).adapter_layout(mesh)) / 4
-    assert weights_learnt(config, "lm", lora, layout) == held
+    assert weights_trained(config, "lm", lora, layout) == held
 
 
 def test_the_search_counts_moments_and_gradients_of_adapters_alone():
@@ -277,7 +278,7 @@ def test_the_search_counts_moments_and_gradients_of_adapters_alone():
     heads = DENSE.num_heads * DENSE.head_dim
     learnt = DENSE.num_layers * (DENSE.hidden_size + heads)
     whole, adapters = held(role), held(replace(role, lora=lora))
-    weights = DENSE.num_parameters("lm")
+    weights = weight_counts(DENSE, "lm").total
     assert whole[0] == weights * (4 + 8)
     assert adapters[0] == weights * 2 + learnt * (4 + 8)
     assert whole[1] - adapters[1] == (weights - learnt) * 8

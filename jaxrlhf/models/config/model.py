@@ -1,4 +1,4 @@
-"""Configuration of a decoder: its shape, the order of its layers, and counts of its weights and cache entries."""
+"""Configuration of a decoder: the settings of a checkpoint's `config.json`, the stacks of its layers, and means."""
 
 import math
 from collections import Counter
@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, Literal, Self
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.models.config.param import Head
 from jaxrlhf.models.config.parts import Experts, FullHeads, LatentAttention, LayerInputs, LinearAttention, Streams
 from jaxrlhf.models.config.pattern import (
     BORROWING_LAYERS,
@@ -320,78 +319,3 @@ class ModelConfig:
         """Number of layers with experts, and number of experts per token in each of them."""
         assert self.experts is not None
         return self.num_layers - self.dense_layers, self.experts.per_token
-
-    @property
-    def attention_parameters(self) -> float:
-        """Mean number of weights of one layer's attention."""
-        return self._all_attention_parameters / self.num_layers
-
-    @cached_property
-    def _all_attention_parameters(self) -> int:
-        """Number of weights of all layers' attention."""
-        return sum(count * self._attention_parameters_of(stack, layer) for stack, count, layer in self.kinds)
-
-    def _attention_parameters_of(self, stack: str, layer: Self) -> int:
-        """Return the number of attention weights of a layer of one stack.
-
-        Args:
-          layer: Configuration as the layers of the stack see it.
-        """
-        width, head_dim = self.hidden_size, layer.head_dim
-        if self.latent is not None:
-            return self.latent.parameters(width, self.num_heads, head_dim)
-        if self.linear is not None and stack == LINEAR_LAYERS:
-            return self.linear.parameters(width)
-        heads, kv_heads = self.num_heads * head_dim, layer.num_kv_heads * head_dim
-        matrices = width * (2 * heads + 2 * kv_heads + heads * self.attention_gate)
-        biases = (heads + 2 * kv_heads) * self.qkv_bias + width * self.output_bias
-        norms = (heads + kv_heads if self.qk_norm_across_heads else 2 * head_dim) * self.qk_norm
-        shared = stack == LAYERS and self.full_heads is not None and self.full_heads.values_are_keys
-        absent = width * kv_heads * shared + (2 * width * kv_heads + head_dim * self.qk_norm) * (stack in LENDERS)
-        return matrices + biases + norms + self.num_heads * self.attention_sinks - absent
-
-    @property
-    def norm_parameters(self) -> int:
-        """Number of weights of one layer's norms before and after attention and MLP."""
-        return (4 if self.norms == "sandwich" else 2) * self.hidden_size
-
-    def mlp_parameters(self, *, experts: float | None = None) -> float:
-        """Return the number of weights of one layer's MLP, or of its router, shared part and `experts` experts.
-
-        Args:
-          experts: Number of experts to count; None is all.
-        """
-        if self.experts is None:
-            return 3 * self.hidden_size * self.mean_intermediate_size
-        return self.experts.parameters(self.hidden_size, experts)
-
-    def layer_parameters(self, *, experts: float | None = None) -> float:
-        """Return the mean number of weights of a layer: attention, MLP, own inputs, narrow products and streams.
-
-        Args:
-          experts: See `mlp_parameters`.
-        """
-        width, last = self.hidden_size, self.mlp_parameters(experts=experts)
-        inputs = 0 if self.layer_inputs is None else self.layer_inputs.width
-        own = 2 * width * (inputs + (self.laurel_rank or 0))
-        if (streams := self.streams) is not None:
-            own += streams.count * (width + streams.count**2 + streams.count)
-        first = 3 * width * self.intermediate_size
-        return self.attention_parameters + last + own + (first - last) * self.dense_layers / self.num_layers
-
-    def head_parameters(self, head: Head = "lm") -> int:
-        """Return the number of weights of the head, which may be tied to the embedding."""
-        return self.hidden_size * (self.vocab_size if head == "lm" else 1)
-
-    def num_parameters(self, head: Head = "lm") -> int:
-        """Return the number of weights, including the embedding and the given head."""
-        layers, width, mlp = self.num_layers, self.hidden_size, self.mlp_parameters()
-        count = self._all_attention_parameters + round(layers * mlp)
-        count += layers * (self.norm_parameters + self.layer_scale)
-        count += self.dense_layers * (3 * width * self.intermediate_size - int(mlp))
-        count += 0 if self.layer_inputs is None else self.layer_inputs.parameters(layers, width)
-        count += 0 if self.laurel_rank is None else layers * width * (2 * self.laurel_rank + 1)
-        count += 0 if self.streams is None else self.streams.parameters(layers, width)
-        count += 0 if self.vision is None else self.vision.parameters
-        last = 0 if head == "lm" and self.tie_embeddings else self.head_parameters(head)
-        return self.vocab_size * width + count + width + last

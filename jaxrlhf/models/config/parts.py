@@ -47,16 +47,6 @@ class LatentAttention:
     interleaved: bool = True
     indexer: Indexer | None = None
 
-    def parameters(self, hidden_size: int, heads: int, head_dim: int) -> int:
-        """Return the number of weights of one layer, with query heads of this number and width."""
-        into, rank = self.query_rank or hidden_size, self.query_rank or 0
-        down = hidden_size * (self.rank + self.rope_dim) + self.rank + (hidden_size + 1) * rank
-        keys_values = self.rank * (head_dim - self.rope_dim + self.value_dim)
-        up = heads * (keys_values + self.value_dim * hidden_size + into * head_dim)
-        if (index := self.indexer) is not None:
-            down += (hidden_size + 2) * index.head_dim + (hidden_size + into * index.head_dim) * index.heads
-        return down + up
-
 
 @dataclass(frozen=True)
 class LinearAttention:
@@ -111,15 +101,6 @@ class LinearAttention:
         matrices = self.value_heads * self.key_dim * self.value_dim
         return 4 * (matrices + self.key_heads * (self.kernel - 1) * self.channels)
 
-    def parameters(self, hidden_size: int) -> int:
-        """Return the number of weights of one layer."""
-        values, keys = self.value_heads * self.value_dim, self.different_keys * self.key_dim
-        delta = self.groups is None
-        projections = 2 * keys + 3 * values + (2 if delta else 1) * self.value_heads
-        convolution = (2 * keys + values) * (self.kernel if delta else self.kernel + 1)
-        heads = 2 * self.value_heads + self.value_dim if delta else 3 * self.value_heads + values
-        return hidden_size * projections + convolution + heads
-
 
 @dataclass(frozen=True)
 class FullHeads:
@@ -148,22 +129,12 @@ class LayerInputs:
     width: int
     vocab_size: int
 
-    def parameters(self, layers: int, hidden_size: int) -> int:
-        """Return the number of weights that make and use the inputs of all layers."""
-        made = layers * self.width * (self.vocab_size + hidden_size) + self.width
-        return made + layers * (2 * self.width + 1) * hidden_size
-
 
 @dataclass(frozen=True)
 class Streams:
     """Parallel residual streams (AltUp), A = `count`: layers compute with the first and correct the others."""
 
     count: int
-
-    def parameters(self, layers: int, hidden_size: int) -> int:
-        """Return the number of weights that mix the streams in and around all layers."""
-        count = self.count
-        return layers * ((count + 2) * hidden_size + count**3 + count**2) + 2 * (count - 1) * hidden_size**2
 
 
 @dataclass(frozen=True)
@@ -235,12 +206,3 @@ class Experts:
                 f"a group has {in_group} experts; expected at least group_best={self.group_best}, and at least "
                 f"per_token={self.per_token} experts in groups_per_token={self.groups_per_token} groups"
             )
-
-    def parameters(self, hidden_size: int, count: float | None = None) -> float:
-        """Return the number of weights of one layer: router, shared experts, and `count` experts; None is all."""
-        count = self.count if count is None else count
-        inner = count * self.intermediate_size + self.shared_intermediate_size
-        biases = count * (2 * self.intermediate_size + hidden_size) * self.biases
-        router = (hidden_size + self.bias + self.biases) * self.count
-        shared = hidden_size * self.shared_gate + (4 * hidden_size + self.count) * self.apart
-        return 3 * hidden_size * inner + biases + router + shared

@@ -108,17 +108,3 @@ class Vision:
     def merged_size(self) -> int:
         """Width of all patches of a square, concatenated."""
         return self.merge**2 * self.hidden_size
-
-    @property
-    def parameters(self) -> int:
-        """Number of weights."""
-        width, inner = self.hidden_size, self.intermediate_size
-        norm = width * (2 if self.norm == "layer" else 1)
-        mlp = (3 if self.gated else 2) * width * inner + (2 if self.gated else 1) * inner + width
-        layers = self.num_layers * (2 * norm + 4 * (width**2 + width) + mlp)
-        first = self.patch_values * width + self.patch_bias * width + self.positions * width
-        if self.merger == "mean":
-            return first + layers + norm + width + width * self.out_size
-        wide = self.merged_size
-        merging = wide**2 + wide + wide * self.out_size + self.out_size
-        return first + layers + norm + merging + len(self.deepstack) * (merging + 2 * wide)

@@ -14,6 +14,7 @@ from jaxrlhf.config import Layout
 from jaxrlhf.engine.buckets import cache_capacities
 from jaxrlhf.engine.prefill import PREFILL_TOKENS
 from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.models.lora.quantized import Format
 from jaxrlhf.models.memory import adapters_held, weights_held
 from jaxrlhf.planner.cost.batches import Batch, batch_of, shards_of
@@ -32,7 +33,7 @@ from jaxrlhf.planner.cost.memory import (
     cache_bytes_per_token,
     kept_tokens,
     weights_generating,
-    weights_learnt,
+    weights_trained,
 )
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.plan import Cost
@@ -53,12 +54,12 @@ def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
         linear, share = model.linear, model.attention_layers / model.num_layers
         stepped = 6 * linear.value_heads * linear.key_dim * linear.value_dim * (context > 0)
         scored = share * scored + (1 - share) * stepped
-    return tokens * (2 * model.layer_parameters(experts=routed) + scored)
+    return tokens * (2 * weight_counts(model).layers_with(routed) / model.num_layers + scored)
 
 
 def head_flops(model: ModelConfig, head: Head, *, tokens: float) -> float:
     """Return the FLOPs of the head's forward pass."""
-    return 2 * tokens * model.head_parameters(head)
+    return 2 * tokens * weight_counts(model, head).head
 
 
 def forward_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:
@@ -81,7 +82,7 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     responses = workload.responses * workload.epochs / workload.updates
     batch = batch_of(role, layout, responses, workload, software)
     passes = _pass(role, layout, batch, software, hardware, backward=True) * batch.microbatches
-    held = weights_learnt(role.model, role.head, role.lora, layout)
+    held = weights_trained(role.model, role.head, role.lora, layout)
     shard = layout.stage * layout.tensor
     every = software.reduces_every_microbatch
     if every is None:
@@ -242,10 +243,10 @@ def decode_cost(
     steps = full_steps + last_steps
 
     routed = None if model.experts is None else model.experts.per_token
-    met = model.num_layers * model.layer_parameters(experts=routed)
-    compute = 2 * tokens * (met + model.head_parameters("lm")) / tensor / hardware.reached_flops_per_s
+    weights = weight_counts(model)
+    compute = 2 * tokens * (weights.layers_with(routed) + weights.head) / tensor / hardware.reached_flops_per_s
     read = full_steps * _weights_read(model, layout, each / how.waves) + last_steps * _weights_read(model, layout, 1)
-    weights = read * each_bytes / tensor / hardware.reached_bytes_per_s
+    weights_s = read * each_bytes / tensor / hardware.reached_bytes_per_s
 
     exact, context = software.decode_tokens_per_dispatch is None, workload.prompt_tokens + workload.response_tokens / 2
     context = context if exact else _capacity_read(workload)
@@ -270,9 +271,9 @@ def decode_cost(
     dispatch_s = hardware.dispatch_overhead_s / (software.decode_tokens_per_dispatch or math.inf)
     return Cost(
         compute_s=compute / stages,
-        memory_s=(max(0.0, weights - compute) + cache) / stages,
+        memory_s=(max(0.0, weights_s - compute) + cache) / stages,
         collective_s=collective,
-        idle_s=(max(compute, weights) + cache) * (1 - 1 / stages),
+        idle_s=(max(compute, weights_s) + cache) * (1 - 1 / stages),
         overhead_s=steps * (model.num_layers * hardware.layer_overhead_s + dispatch_s),
     )
 
@@ -289,9 +290,8 @@ def _capacity_read(workload: Workload) -> float:
 
 def _weights_read(model: ModelConfig, layout: Layout, tokens: float) -> float:
     """Return the number of weights that a decode step reads, with `tokens` responses on each expert shard."""
-    experts = experts_read(model, tokens * layout.expert)
-    layer = model.layer_parameters(experts=None if experts is None else experts / layout.expert)
-    return model.num_layers * layer + model.head_parameters("lm")
+    experts, weights = experts_read(model, tokens * layout.expert), weight_counts(model)
+    return weights.layers_with(None if experts is None else experts / layout.expert) + weights.head
 
 
 def experts_read(model: ModelConfig, tokens: float) -> float | None:

@@ -5,8 +5,8 @@ import math
 from jaxrlhf.config import Layout
 from jaxrlhf.models.attention.head_exchange import ExchangedHeads, exchanged_heads
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.planner.cost.collectives import DeviceGroup, all_gather_s, all_reduce_s, latency_s
-from jaxrlhf.planner.cost.memory import routed_weights
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.workload import Role, Software
 
@@ -17,15 +17,16 @@ def gather_s(role: Role, layout: Layout, software: Software, hardware: Hardware,
     Experts are not gathered over `expert`, the axis that divides them. A table that is only looked up is not gathered.
     """
     shard = layout.stage * layout.tensor
-    divided = routed_weights(role.model) if layout.expert > 1 else 0
+    weights = weight_counts(role.model, role.head)
+    divided = weights.experts if layout.expert > 1 else 0
     scattered = software.gradient_bytes * (backward and role.lora is None)
 
-    def gathered_s(weights: float, group: DeviceGroup) -> float:
-        held = weights / shard
+    def gathered_s(number: float, group: DeviceGroup) -> float:
+        held = number / shard
         seconds = (1 + backward) * all_gather_s(held * software.compute_bytes, group, hardware)
         return seconds + (all_gather_s(held * scattered, group, hardware) if scattered else 0.0)
 
-    shared = role.model.num_parameters(role.head) - divided
+    shared = weights.total - divided
     if not (software.head_on_last_stage or (role.head == "lm" and role.model.tie_embeddings)):
         shared -= role.model.vocab_size * role.model.hidden_size
     seconds = gathered_s(shared, DeviceGroup(layout.width_shards, shard))

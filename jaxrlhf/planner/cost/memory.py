@@ -9,17 +9,10 @@ from jaxrlhf.config import Layout, Lora
 from jaxrlhf.engine.buckets import ring_entries
 from jaxrlhf.models.attention.rings import windowed_share
 from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.models.lora.quantized import TILE, Format
-from jaxrlhf.models.memory import adapters_held, replicated_weights, weights_held
+from jaxrlhf.models.memory import adapters_held, weights_held
 from jaxrlhf.planner.workload import Software, Workload
-
-
-def routed_weights(model: ModelConfig) -> int:
-    """Return the number of weights of all routed experts of all layers; 0 for a dense model."""
-    if model.experts is None:
-        return 0
-    each = 3 * model.hidden_size * model.experts.intermediate_size
-    return model.routed_choices[0] * model.experts.count * each
 
 
 def bytes_per_weight(model: ModelConfig, lora: Lora | None, *, itemsize: int, quantize: Format | None = None) -> float:
@@ -33,11 +26,12 @@ def bytes_per_weight(model: ModelConfig, lora: Lora | None, *, itemsize: int, qu
     kind = quantize or (None if lora is None else lora.quantize)
     if kind is None:
         return itemsize
-    few = {"int8": 1.0, "fp8": 1.0, "nf4": 0.5}[kind] + itemsize / TILE
-    return itemsize + (few - itemsize) * model.num_layers * model.layer_parameters() / model.num_parameters("lm")
+    quantized = {"int8": 1.0, "fp8": 1.0, "nf4": 0.5}[kind] + itemsize / TILE
+    weights = weight_counts(model)
+    return itemsize + (quantized - itemsize) * weights.layers / weights.total
 
 
-def weights_learnt(model: ModelConfig, head: Head, lora: Lora | None, layout: Layout) -> float:
+def weights_trained(model: ModelConfig, head: Head, lora: Lora | None, layout: Layout) -> float:
     """Return the number of a trained model's weights that have a gradient and moments on one device."""
     return weights_held(model, head, layout) if lora is None else adapters_held(model, lora, layout)
 
@@ -45,24 +39,25 @@ def weights_learnt(model: ModelConfig, head: Head, lora: Lora | None, layout: La
 def weights_generating(model: ModelConfig, layout: Layout) -> float:
     """Return the number of a policy's weights that one device holds in generation."""
     split = layout.generation_stage * layout.generation_tensor
-    routed, replicated = routed_weights(model), replicated_weights(model, layout.generation_tensor)
-    return (model.num_parameters("lm") - routed + routed / layout.expert + replicated) / split
+    weights = weight_counts(model)
+    whole = weights.total + weights.replicated(layout.generation_tensor)
+    return (whole - weights.experts + weights.experts / layout.expert) / split
 
 
-def weights_apart(model: ModelConfig, layout: Layout) -> float:
+def weights_unstacked(model: ModelConfig, layout: Layout) -> float:
     """Return the number of weights of the unstacked layers, which decoding reads, on one device."""
-    return weights_generating(model, layout) * model.num_layers * model.layer_parameters() / model.num_parameters("lm")
+    weights = weight_counts(model)
+    return weights_generating(model, layout) * weights.layers / weights.total
 
 
-def weights_taken_apart(model: ModelConfig, layout: Layout) -> float:
+def weights_unstacking(model: ModelConfig, layout: Layout) -> float:
     """Return the largest number of weights that exist twice while a stack is unstacked and deleted in parts.
 
     Attention is one part; each of the three matrices of the MLP is a part.
     """
-    plain_layers = model.num_layers if model.experts is None else model.dense_layers
-    inner = model.mean_intermediate_size
-    matrix = routed_weights(model) / (3 * layout.expert) + plain_layers * model.hidden_size * inner
-    attention = model.num_layers * model.attention_parameters + replicated_weights(model, layout.generation_tensor)
+    weights = weight_counts(model)
+    matrix = weights.experts / (3 * layout.expert) + weights.down
+    attention = weights.attention + weights.replicated(layout.generation_tensor)
     return max(attention, matrix) / (layout.generation_stage * layout.generation_tensor)
 
 

@@ -40,7 +40,7 @@ class ExpectedPrograms:
         for role in problem.roles:
             pool = self._pool(role.name)
             layout = pool.layouts[role.name]
-            self._roles[role.name] = simulator.settled(role, layout, plan.offload, pool.devices)
+            self._roles[role.name] = simulator.with_remat(role, layout, plan.offload, pool.devices)
 
     @property
     def remat(self) -> Mapping[str, Remat]:
@@ -77,7 +77,7 @@ class ExpectedPrograms:
 
     def _generating(self) -> tuple[Role, PlannedPool, float, float]:
         """Return the generating role, its pool, and bytes of a device: without the generation weights, and of them."""
-        software, few = self._problem.software, self._problem.workload.quantize
+        software, quantize = self._problem.software, self._problem.workload.quantize
         generator = next(role for role in self._roles.values() if role.generates)
         name = ROLLOUT if any(ROLLOUT in pool.roles for pool in self._plan.pools) else generator.name
         pool = self._pool(name)
@@ -85,9 +85,9 @@ class ExpectedPrograms:
         beside = self._idle(pool)
         if name == ROLLOUT:
             beside -= weights * software.compute_bytes
-        elif few is None and (software.trains_in_compute_dtype or generator.lora is not None):
+        elif quantize is None and (software.trains_in_compute_dtype or generator.lora is not None):
             beside -= self._held(name).parameters  # the role generates with its trained parameters
-        each = bytes_per_weight(generator.model, generator.lora, itemsize=software.compute_bytes, quantize=few)
+        each = bytes_per_weight(generator.model, generator.lora, itemsize=software.compute_bytes, quantize=quantize)
         return generator, pool, beside, weights * each
 
     def _of_generation(self, program: str) -> Expected:

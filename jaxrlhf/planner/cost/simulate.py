@@ -6,7 +6,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from jaxrlhf.config import Layout, offloaded
-from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.models.memory import (
     head_bytes,
     inference_activation_bytes,
@@ -20,11 +20,10 @@ from jaxrlhf.planner.cost.cost import forward_cost, offload_cost, switch_cost, u
 from jaxrlhf.planner.cost.exchanges import mixed_width
 from jaxrlhf.planner.cost.memory import (
     bytes_per_weight,
-    routed_weights,
-    weights_apart,
     weights_generating,
-    weights_learnt,
-    weights_taken_apart,
+    weights_trained,
+    weights_unstacked,
+    weights_unstacking,
 )
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.plan import Cost, PlacementProblem, Verb
@@ -102,39 +101,39 @@ class Simulator:
     def role(self, role: Role, layout: Layout, devices: int, offload: Sequence[str], *, generates: bool) -> Simulated:
         """Simulate a role that trains or scores, and may generate, on a pool that the layout fills."""
         software, hardware = self._problem.software, self.hardware(devices)
-        role = self.settled(role, layout, offload, devices)
+        role = self.with_remat(role, layout, offload, devices)
         held = self._held_bytes(role, layout)
         parameters, optimizer, gradients = held
         idle_parameters, idle_optimizer, _ = held.idle(role.name, offload)
-        brought = parameters - idle_parameters
-        brought_all = brought + (optimizer - idle_optimizer)
+        loaded = parameters - idle_parameters
+        loaded_all = loaded + (optimizer - idle_optimizer)
 
         steps: list[SimulatedCall] = []
         generating = loading = 0.0
         if generates:
-            few = self._problem.workload.quantize
-            each = bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes, quantize=few)
+            quantize = self._problem.workload.quantize
+            each = bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes, quantize=quantize)
             copy = weights_generating(role.model, layout) * each
-            as_trained = few is None and (software.trains_in_compute_dtype or role.lora is not None)
-            kept = 0.0 if as_trained else idle_parameters
-            generating, loading = self._apart(role, layout, kept + copy + idle_optimizer, each, shared=as_trained)
+            as_trained = quantize is None and (software.trains_in_compute_dtype or role.lora is not None)
+            stays = copy + idle_optimizer + (0.0 if as_trained else idle_parameters)
+            generating, loading = self._generating_bytes(role, layout, stays, each, shared=as_trained)
             during = copy + idle_optimizer + (0.0 if as_trained else parameters)
-            switch = switch_cost(role.model, layout, software, hardware, quantize=few)
+            switch = switch_cost(role.model, layout, software, hardware, quantize=quantize)
             if switch.seconds:
                 steps.append(SimulatedCall("generate", "switch", switch, during))
-            steps += _moved("generate", brought, hardware, during)
+            steps += _moved("generate", loaded, hardware, during)
         computed = self._compute(role, layout, hardware)
         if computed.forward is not None:
             working = computed.forward_bytes + parameters + idle_optimizer
             steps += [SimulatedCall("prepare", "infer", computed.forward, working)] * role.passes
-            steps += _moved("prepare", brought * role.passes, hardware, working)
+            steps += _moved("prepare", loaded * role.passes, hardware, working)
         if computed.update is not None:
             working = computed.update_bytes + parameters + optimizer + gradients
             steps.append(SimulatedCall("update", "update", computed.update, working))
-            steps += _moved("update", brought_all, hardware, working)
+            steps += _moved("update", loaded_all, hardware, working)
         return _simulated(layout, steps, idle_parameters + idle_optimizer, generating, loading)
 
-    def settled(self, role: Role, layout: Layout, offload: Sequence[str], devices: int) -> Role:
+    def with_remat(self, role: Role, layout: Layout, offload: Sequence[str], devices: int) -> Role:
         """Return the role with the rematerialization that a run would choose if all roles shared the pool.
 
         If other roles are on other pools, the role has more memory than assumed. If JAX simulates devices on one
@@ -157,9 +156,12 @@ class Simulator:
         """Simulate a pool that only generates; weights are sent by the actor and stay on the pool."""
         each = self._problem.software.compute_bytes
         held = weights_generating(role.model, layout) * each
-        return _simulated(layout, (), held, *self._apart(role, layout, held, each, shared=role.lora is not None))
+        generating, loading = self._generating_bytes(role, layout, held, each, shared=role.lora is not None)
+        return _simulated(layout, (), held, generating, loading)
 
-    def _apart(self, role: Role, layout: Layout, held: float, each: float, *, shared: bool) -> tuple[float, float]:
+    def _generating_bytes(
+        self, role: Role, layout: Layout, held: float, each: float, *, shared: bool
+    ) -> tuple[float, float]:
         """Return the bytes during generation, without a cache, and the bytes while the layers are unstacked.
 
         Args:
@@ -167,12 +169,12 @@ class Simulator:
           each: Bytes of a weight.
           shared: Whether the stack stays, because the stack or its adapters are also trained.
         """
-        if not self._problem.software.decodes_apart:
+        if not self._problem.software.unstacks_layers:
             return held, held
         if not shared:
-            return held, held + weights_taken_apart(role.model, layout) * each
-        apart = held + weights_apart(role.model, layout) * each
-        return apart, apart
+            return held, held + weights_unstacking(role.model, layout) * each
+        unstacked = held + weights_unstacked(role.model, layout) * each
+        return unstacked, unstacked
 
     def _held_bytes(self, role: Role, layout: Layout) -> "RoleBytes":
         key = (role.name, layout)
@@ -223,7 +225,7 @@ def held_bytes(role: Role, layout: Layout, software: Software) -> RoleBytes:
     weights = weights_held(role.model, role.head, layout)
     if not role.trained:
         return RoleBytes(weights * software.compute_bytes, 0.0, 0.0)
-    learnt = weights_learnt(role.model, role.head, role.lora, layout)
+    learnt = weights_trained(role.model, role.head, role.lora, layout)
     frozen = 0.0 if role.lora is None else weights
     each = bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes)
     gradients = learnt * software.gradient_bytes * (1 + software.adds_gradients)
@@ -260,9 +262,9 @@ def update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float
     assert role.remat is not None, "the simulator sets remat first"
     batch = batch_of(role, layout, work.responses * work.epochs / work.updates, work, software, largest=True)
     parts = _parts_at_once(software, layout, batch)
-    copied = software.compute_bytes * weights_learnt(role.model, role.head, role.lora, layout)
+    copied = software.compute_bytes * weights_trained(role.model, role.head, role.lora, layout)
     if role.lora is None:
-        routed = routed_weights(role.model) / layout.copy_devices
+        routed = weight_counts(role.model).experts / layout.copy_devices
         copied += (software.gradient_bytes - software.compute_bytes) * routed
     copied *= software.compiler == "tpu" and layout.width_shards > 1
     widened = (4 - software.compute_bytes) * mlp_numbers(role.model) / layout.tensor * (software.compiler == "tpu")
@@ -293,23 +295,15 @@ def _gathered_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> tu
     """
     model, software = role.model, problem.software
     masters = software.weight_bytes if role.trained and role.lora is None else software.compute_bytes
-    cast = model.num_layers * model.layer_parameters() / (layout.stage * layout.tensor * layout.width_shards)
+    weights = weight_counts(model)
+    cast = weights.layers / layout.copy_devices
     cast *= (software.compiler == "tpu" and masters != software.compute_bytes) * software.compute_bytes
     if layout.width_shards == 1:
         return cast, 0.0
-    ordered = model.num_layers * _back_weights(model) / (layout.stage * layout.tensor * layout.width_shards)
-    ordered += routed_weights(model) / layout.copy_devices * (layout.fsdp * layout.context > 1)
+    ordered = (weights.outputs + weights.experts * (layout.fsdp * layout.context > 1)) / layout.copy_devices
     ordered *= (software.compiler == "gpu") * masters
-    layer = model.attention_parameters + model.mlp_parameters()
-    if model.experts is not None:
-        layer -= routed_weights(model) / model.routed_choices[0] * (1 - 1 / layout.expert)
+    mlp = weights.mlp - weights.experts * (1 - 1 / layout.expert)
+    layer = weights.attention / model.num_layers + mlp / (model.num_layers - model.dense_layers)
     table = model.vocab_size * model.hidden_size / layout.stage
     each = problem.software.compute_bytes / layout.tensor
     return 2 * layer * each + cast + ordered, table * each
-
-
-def _back_weights(model: ModelConfig) -> float:
-    """Return the number of weights of a layer's matrices back to the residual stream, without routed experts."""
-    heads = model.num_heads * (model.mean_head_dim if model.latent is None else model.latent.value_dim)
-    inner = model.mean_intermediate_size if model.experts is None else model.experts.shared_intermediate_size
-    return (heads + inner) * model.hidden_size

@@ -25,7 +25,7 @@ class ResponseLengths(Protocol):
     def mean(self) -> float:
         """Mean number of tokens."""
 
-    def draw(self, rng: np.random.Generator, groups: int, copies: int) -> np.ndarray:
+    def sample(self, rng: np.random.Generator, groups: int, copies: int) -> np.ndarray:
         """Sample the number of tokens of each response of each group: int64 `[P, G]`, 1 or more."""
 
 
@@ -70,7 +70,7 @@ class LognormalLengths:
         cut = (min(self.longest, math.exp(normal.inv_cdf((n + 0.5) / _QUANTILES))) for n in range(_QUANTILES))
         return sum(cut) / _QUANTILES
 
-    def draw(self, rng: np.random.Generator, groups: int, copies: int) -> np.ndarray:
+    def sample(self, rng: np.random.Generator, groups: int, copies: int) -> np.ndarray:
         """Sample the number of tokens of each response of each group: int64 `[P, G]`."""
         length_PG = np.ceil(rng.lognormal(*self._mu_sigma, (groups, copies)))
         return np.clip(length_PG, 1, self.longest).astype(np.int64)
@@ -91,7 +91,7 @@ class MeasuredLengths:
         """Mean number of tokens."""
         return float(np.mean(np.concatenate(self.groups)))
 
-    def draw(self, rng: np.random.Generator, groups: int, copies: int) -> np.ndarray:
+    def sample(self, rng: np.random.Generator, groups: int, copies: int) -> np.ndarray:
         """Sample lengths, int64 `[P, G]`; each response of a prompt at most once if the prompt has enough responses."""
         chosen = (self.groups[index] for index in rng.integers(len(self.groups), size=groups))
         return np.stack([rng.choice(one, copies, replace=len(one) < copies) for one in chosen]).astype(np.int64)

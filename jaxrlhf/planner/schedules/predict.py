@@ -50,12 +50,12 @@ def predictions(
     """
     if not any(role.generates for role in problem.roles):
         raise Refusal("schedules require steps that generate, but this algorithm does not generate; remove --staleness")
-    shared = _apart(best) is None
+    shared = _rollout_pool(best) is None
     plans = [best] if over_provision > 1 or not shared else []
     if problem.pools is None and not problem.hardware.takes_turns and problem.workload.quantize is None:
-        plans += list(_with_own_pool(problem))
+        plans += list(_with_rollout_pool(problem))
     if over_provision > 1 and staleness < 2:  # a separate generation pool uses the only step of staleness itself
-        plans = [plan for plan in plans if _apart(plan) is None]
+        plans = [plan for plan in plans if _rollout_pool(plan) is None]
     if not plans:
         raise Refusal(
             f"staleness={staleness} is only faster with a separate pool for generation, which does not fit here: add "
@@ -63,7 +63,7 @@ def predictions(
         )
 
     def scheduled(plan: PlacementPlan, staleness: int, over_provision: float) -> ScheduledPlan:
-        apart = _apart(plan) is not None and not problem.hardware.takes_turns
+        apart = _rollout_pool(plan) is not None and not problem.hardware.takes_turns
         schedule = Schedule(staleness, over_provision, apart)
         work = problem.workload
         times = times_of(problem, plan, over_provision=over_provision)
@@ -79,7 +79,7 @@ def times_of(problem: PlacementProblem, plan: PlacementPlan, *, over_provision: 
     """Return the seconds of the parts of a plan's step, from the cost model."""
     work, software = problem.workload, problem.software
     generator = next(role for role in problem.roles if role.generates)
-    name = generator.name if _apart(plan) is None else ROLLOUT
+    name = generator.name if _rollout_pool(plan) is None else ROLLOUT
     place, pool = next((place, pool) for place, pool in enumerate(plan.pools) if name in pool.roles)
     layout, hardware = pool.layouts[name], pool_hardware(problem.hardware, pool.devices)
     replicas = pool.devices // layout.slot_devices
@@ -115,12 +115,12 @@ def times_of(problem: PlacementProblem, plan: PlacementPlan, *, over_provision: 
     )
 
 
-def _apart(plan: PlacementPlan) -> int | None:
+def _rollout_pool(plan: PlacementPlan) -> int | None:
     """Return the index of the pool that only generates; None if there is no such pool."""
     return next((place for place, pool in enumerate(plan.pools) if ROLLOUT in pool.roles), None)
 
 
-def _with_own_pool(problem: PlacementProblem) -> Iterator[PlacementPlan]:
+def _with_rollout_pool(problem: PlacementProblem) -> Iterator[PlacementPlan]:
     """Yield the best plan for each size of a separate generation pool, if a plan fits."""
     devices, roles = problem.hardware.devices, tuple(role.name for role in problem.roles)
     known = pool_sizes(problem.hardware, devices_per_host=problem.devices_per_host or 1)
@@ -157,7 +157,7 @@ def _other_s(problem: PlacementProblem, plan: PlacementPlan, place: int, *, gene
       place: Index of the pool that generates.
       generates: Whether to return the seconds of the round.
     """
-    apart = _apart(plan) is not None
+    apart = _rollout_pool(plan) is not None
     stages: Sequence[Stage] = ("generate",) if generates else ("prepare", "update")
     if generates:
         calls = [call for call in plan.calls if call.pool == place and call.verb != "generate"]

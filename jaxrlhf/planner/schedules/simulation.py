@@ -44,7 +44,7 @@ class Schedule:
         return self.staleness if self.over_provision == 1 else int(self.apart)
 
     @property
-    def most_put_off(self) -> int:
+    def most_postponed(self) -> int:
         """Number of times that a group may be postponed."""
         return self.staleness - self.lead
 
@@ -196,7 +196,7 @@ class _Generation:
     ) -> None:
         self._schedule, self._times, self._lengths, self._rng = schedule, times, lengths, rng
         self._groups, self._copies = groups, copies
-        self._under_way = math.ceil(groups * schedule.over_provision)
+        self._in_progress = math.ceil(groups * schedule.over_provision)
         self._length_PG = np.zeros((0, copies), np.int64)
         self._sampled_PG = np.zeros_like(self._length_PG)
         self._sampled_in_PG = np.zeros_like(self._length_PG)  # sum over tokens of the round that sampled the token
@@ -206,11 +206,11 @@ class _Generation:
     def round(self, number: int) -> _Round:
         """Generate until the groups of a step are complete, and remove these groups."""
         old = len(self._postponed_P)
-        self._start(self._under_way - old)
+        self._start(self._in_progress - old)
         left_PG = self._length_PG - self._sampled_PG
         start_B = _starts(left_PG.ravel(), self._times.slots)
         done_P = (start_B.reshape(left_PG.shape) + left_PG).max(axis=1)
-        overdue_P = self._postponed_P >= self._schedule.most_put_off
+        overdue_P = self._postponed_P >= self._schedule.most_postponed
         whole = self._schedule.over_provision == 1
         last = done_P.max() if whole else max(np.sort(done_P)[self._groups - 1], done_P[overdue_P].max(initial=0))
         chosen = np.lexsort((done_P, -self._postponed_P, done_P > last))[: self._groups]
@@ -232,7 +232,7 @@ class _Generation:
         return _Round(seconds, int(last), int(sampled_PG.sum()), tokens, float(age_sum), age_max, float(again.sum()))
 
     def _start(self, groups: int) -> None:
-        new_PG = self._lengths.draw(self._rng, groups, self._copies)
+        new_PG = self._lengths.sample(self._rng, groups, self._copies)
         nothing_PG = np.zeros_like(new_PG)
         self._length_PG = np.concatenate([self._length_PG, new_PG])
         for name in ("_sampled_PG", "_sampled_in_PG", "_first_PG"):

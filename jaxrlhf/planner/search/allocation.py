@@ -39,9 +39,9 @@ def allocate(points: Sequence[Sequence[Point]], hardware: Hardware, *, within: f
     search = _BranchAndBound([points[place] for place in order], hardware, within)
     search.extend([], (0.0, 0.0, 0.0), hardware.devices)
     if search.best is None:
-        return None, search.looked
+        return None, search.tried
     chosen = dict(zip(order, search.best, strict=True))
-    return Allocation(search.limit, [chosen[place] for place in range(len(points))]), search.looked
+    return Allocation(search.limit, [chosen[place] for place in range(len(points))]), search.tried
 
 
 class _BranchAndBound:
@@ -53,7 +53,7 @@ class _BranchAndBound:
     Attributes:
       best: Best choice so far; None before the first.
       limit: Seconds of the best choice; longer steps are ignored.
-      looked: Number of points that were tried.
+      tried: Number of points that were tried.
     """
 
     def __init__(self, pools: list[Sequence[Point]], hardware: Hardware, within: float) -> None:
@@ -62,7 +62,7 @@ class _BranchAndBound:
         self._fewest = [pool[0].devices for pool in self._pools]
         self._least = [_least(pool) for pool in self._pools]
         self.best: list[Point] | None = None
-        self.limit, self.looked = within, 0
+        self.limit, self.tried = within, 0
 
     def extend(self, chosen: list[Point], so_far: Seconds, left: int) -> None:
         """Try every point of the next pool, the most promising first."""
@@ -77,7 +77,7 @@ class _BranchAndBound:
         for point in self._pools[place]:
             if point.devices > left - reserved:
                 break
-            self.looked += 1
+            self.tried += 1
             joined = lower = self._join(so_far, point.seconds)
             for other in later:
                 spare = left - point.devices - reserved + self._fewest[other]

@@ -26,7 +26,7 @@ def explain_infeasible(problem: PlacementProblem) -> str:
     """Return sentences on what does not fit: a single role with everything else offloaded, or all roles together."""
     usable = problem.hardware.memory_bytes * problem.hardware.usable_memory
     everything, allowed = tuple(role.name for role in problem.roles), problem.offloads[-1]
-    names = [*everything, *([ROLLOUT] * problem.rollout_apart)]
+    names = [*everything, *([ROLLOUT] * problem.has_rollout_pool)]
     for offload in (everything, allowed):
         needs: list[tuple[_Need, str]] = []
         for name in names:
@@ -77,7 +77,7 @@ def _least_need(
       sizes: Sizes of pools to try; None tries all.
     """
     role, work, software = role_named(problem, name), problem.workload, problem.software
-    simulator, generates = Simulator(problem), name == ROLLOUT or (role.generates and not problem.rollout_apart)
+    simulator, generates = Simulator(problem), name == ROLLOUT or (role.generates and not problem.has_rollout_pool)
     needs = []
     for devices in _sizes(problem, name) if sizes is None else sizes:
         for own in simulated_layouts(simulator, problem, name, devices, offload, generates=generates):

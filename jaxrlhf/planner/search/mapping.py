@@ -60,8 +60,8 @@ def search(problem: PlacementProblem, *, keep: int = 5) -> SearchResult:
                 points = [pools.points(roles, devices) for roles, devices in problem.pools]
             within = found[keep - 1][0] if len(found) >= keep else float("inf")
             within = min(within, best[0]) if best else within
-            chosen, looked = allocate(points, problem.hardware, within=within)
-            allocations += looked
+            chosen, count = allocate(points, problem.hardware, within=within)
+            allocations += count
             if chosen is not None:
                 best = (chosen.seconds, offload, chosen.points)
         if best is not None:
@@ -147,7 +147,7 @@ def _calls(point: Point, place: int) -> list[PlannedCall]:
 def _check(problem: PlacementProblem) -> None:
     """Refuse devices that cannot be divided into the pools and hosts; `config` has checked the roles of pools."""
     hardware, host = problem.hardware, problem.devices_per_host or 1
-    if problem.rollout_apart and not any(role.generates for role in problem.roles):
+    if problem.has_rollout_pool and not any(role.generates for role in problem.roles):
         raise Refusal(f"no role generates, but a pool places {ROLLOUT}; remove this pool")
     if hardware.devices > _MOST_DEVICES:
         raise Refusal(f"the search supports at most {_MOST_DEVICES} devices, got {hardware.devices}")

@@ -91,7 +91,7 @@ class PoolOptions:
         self._simulator, self._problem, self._offload = simulator, problem, offload
         self._generator = next((role for role in problem.roles if role.generates), None)
         self._generates = ROLLOUT
-        if self._generator is not None and not problem.rollout_apart:
+        if self._generator is not None and not problem.has_rollout_pool:
             self._generates = self._generator.name
         self._usable_bytes = problem.hardware.memory_bytes * problem.hardware.usable_memory
         self._generations: dict[tuple[str, int, tuple[int, ...], int], Generation] = {}

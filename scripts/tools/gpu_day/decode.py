@@ -14,6 +14,7 @@ import numpy as np
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
+from jaxrlhf.models.counts import weight_counts
 from scripts.tools.gpu_day.report import SIZES, compute_dtype, one_device, random_params, refused, say
 
 
@@ -49,7 +50,7 @@ def measure(flags: argparse.Namespace, rows: int) -> None:
     steps = flags.new_tokens - 1
     filled = rows * (flags.prompt_tokens + flags.new_tokens / 2)
     cache_bytes = filled * 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype(0).itemsize
-    moved = steps * (config.num_parameters() * dtype(0).itemsize + cache_bytes)
+    moved = steps * (weight_counts(config).total * dtype(0).itemsize + cache_bytes)
     memory = jax.devices()[0].memory_stats() or {}
     say(
         "decode",

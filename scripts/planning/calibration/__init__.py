@@ -1,1 +1,0 @@
-"""Measurement of devices as `Hardware` for plans; `python -m scripts.planning.calibrate` is the command."""
