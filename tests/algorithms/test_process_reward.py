@@ -117,7 +117,7 @@ def test_what_has_no_labelled_steps_is_refused(refused, tmp_path):
         {"actor": Training(tokens_per_microbatch=4096)},
     ]:
         with refused():
-            config("steps.jsonl", **changes)
+            checked(config("steps.jsonl", **changes))
     for build in (lambda: StepFile("steps.jsonl", separator=""), lambda: ProcessModelReward("judge", separator="")):
         with refused():
             build()

@@ -26,6 +26,7 @@ from jaxrlhf.config import (
     Ptx,
     Rewards,
     SafeRLHF,
+    checked,
 )
 from jaxrlhf.dataflows import ppo, safe_rlhf
 from jaxrlhf.dataflows.sft import supervised_batch, with_examples
@@ -241,7 +242,7 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
         return replace(get_config(), algorithm=replace(PLAIN, **ready), rewards=Rewards(parts=PARTS))
 
     with pytest.raises(ValueError, match=message):
-        build()
+        checked(build())
 
 
 def test_its_models_are_planned_and_placed_as_two_critics():
@@ -255,4 +256,4 @@ def test_its_models_are_planned_and_placed_as_two_critics():
     apart = (Pool("a", 1, ("actor", "critic", "reward")), Pool("b", 1, ("cost_critic",)))
     assert replace(config, pools=apart, offload=("cost_critic.optimizer",)).pools == apart
     with pytest.raises(ValueError, match="pools do not place cost_critic"):
-        replace(config, pools=apart[:1])
+        checked(replace(config, pools=apart[:1]))

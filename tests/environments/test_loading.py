@@ -98,16 +98,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from jaxrlhf.processes.forking import _Server
 gate = threading.Event()
-threading.Thread(target=gate.wait).start()
-server = _Server(SimpleNamespace(send=print), os.getpid(), None, "no:loader", Path("{tmp_path}"))
-end, other = socket.socketpair()
-server._pids.add(pid := server._make(end))
+threading.Thread(target=gate.wait, daemon=True).start()  # with another thread, a fork is not safe
+control, end = socket.socketpair()
+control = SimpleNamespace(send=print, fileno=control.fileno)
+server = _Server(control, os.getpid(), None, "no:loader", Path("{tmp_path}"))
+pid = server._make(end)
 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 subprocess.run(["true"])  # polls all child processes
 server._reap()
 gate.set()
 """
-    run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
+    run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True, timeout=120)
     assert "ProcessEnded" in run.stdout
 
 

@@ -341,7 +341,7 @@ def with_own(part):
     """Return a configuration with a part for one evaluation set."""
     run = config.load("ppo_gsm8k")
     own = config.EvaluationSet(name="a", data=config.PromptFile("a.jsonl", evaluation="a.jsonl"), rewards=(part,))
-    return replace(run, rewards=config.Rewards(), evaluation=replace(run.evaluation, sets=(own,)))
+    return config.checked(replace(run, rewards=config.Rewards(), evaluation=replace(run.evaluation, sets=(own,))))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
@@ -13,7 +13,7 @@ from tiny_runs import get_config, records, training
 from jaxrlhf.config import Config, Layout, RayCluster
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.planner.apply import planned_config
-from jaxrlhf.planner.hardware import Hardware, save_hardware
+from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.plan import read_plan
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.trainer.auto_placement import place, placed_for_evaluation
@@ -31,7 +31,8 @@ def slow_devices(tmp_path) -> str:
     rates = {"memory_bytes": 1e9, "matmul_flops_per_s": 1e6, "memory_bytes_per_s": 1e12}
     links = dict.fromkeys(("link_bytes_per_s", "network_bytes_per_s", "host_bytes_per_s"), 1e12)
     delays = ("link_latency_s", "network_latency_s", "layer_overhead_s", "dispatch_overhead_s")
-    save_hardware(Hardware("slow", 1, 8, **rates, **links, **dict.fromkeys(delays, 0.0)), path)
+    hardware = Hardware("slow", 1, 8, **rates, **links, **dict.fromkeys(delays, 0.0))
+    path.write_text(json.dumps(asdict(hardware)))
     return str(path)
 
 

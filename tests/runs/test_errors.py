@@ -86,7 +86,7 @@ CASES = {
     ),
     "missing data": (
         "--model.path {files}/model --data.path {files}/nowhere",
-        "data.path='{files}/nowhere' is neither a directory nor",
+        "there is no directory '{files}/nowhere' and no public data set of that name",
     ),
     "too few problems": (GOOD + " --rollout.prompts-per-step 44", "a step takes 44 problems and there are 10; "),
     "prompts too long": (GOOD + " --rollout.max-prompt-tokens 5", "all 10 train problems are over the token limits"),

@@ -28,6 +28,7 @@ from jaxrlhf.config import (
     Rewards,
     Sampling,
     Training,
+    checked,
 )
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
@@ -232,7 +233,7 @@ def test_a_microbatch_that_does_not_hold_a_pair_is_refused_before_anything_is_co
     longest = tiny_runs.get_config().rollout.max_prompt_tokens + 24
     actor = replace(training(), tokens_per_microbatch=2 * longest - 1)
     with pytest.raises(ValueError, match=f"is below 2 of the longest sequences, each .* at least {2 * longest}, or"):
-        config(DPO(pairs_per_update=8), actor=actor)
+        checked(config(DPO(pairs_per_update=8), actor=actor))
     # On two devices each has a row.
     settings = config(DPO(), actor=replace(actor, tokens_per_microbatch=2 * longest, layout=Layout(data=2)), devices=2)
     with pytest.raises(ValueError, match=f"does not hold a row of {2 * longest} tokens on each of 2 data-parallel"):
@@ -257,7 +258,7 @@ def test_a_microbatch_that_does_not_hold_a_pair_is_refused_before_anything_is_co
 )
 def test_what_does_not_fit_pairs_is_refused(change, told):
     with pytest.raises(ValueError, match=told):
-        change(config(reward_model()))
+        checked(change(config(reward_model())))
 
 
 def test_a_plan_counts_both_answers_and_the_passes_before_an_update():

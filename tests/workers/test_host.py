@@ -63,7 +63,8 @@ def test_memory_is_given_back_after_calls_where_arrays_lie_in_it(
 ) -> None:
     returned: list[bool] = []
     monkeypatch.setattr(module, "return_free_memory", lambda: returned.append(True))
-    monkeypatch.setattr(host.builder, "pool", SimpleNamespace(devices=(SimpleNamespace(platform=platform),)))
+    pool = SimpleNamespace(devices=(SimpleNamespace(platform=platform),))
+    monkeypatch.setattr(host.builder, "on", SimpleNamespace(pool=pool))
     host.workers["reference"] = Counter()
     assert [host.call("reference", "count", (), {}) for _ in range(2)] == [1, 2]
     assert len(returned) == times

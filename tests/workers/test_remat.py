@@ -51,7 +51,7 @@ def on_accelerator(roles: PoolRoles, memory: int | None) -> PoolRoles:
     """The same, as a device sees it that says how much memory it has, or does not."""
     stats = None if memory is None else {"bytes_limit": memory, "bytes_in_use": 5}
     device = SimpleNamespace(platform="gpu", process_index=0, memory_stats=lambda: stats)
-    names = ("config", "roles", "training", "mesh", "model_of", "weights", "width", "execution", "dtype")
+    names = ("config", "roles", "training", "mesh", "model_of", "weights", "widest_row", "execution", "dtype")
     return SimpleNamespace(pool=SimpleNamespace(devices=(device,)), **{name: getattr(roles, name) for name in names})
 
 

@@ -171,7 +171,7 @@ def test_parts_that_read_one_checkpoint_share_its_weights(checkpoint):
     pool = ResourcePool("all", tuple(jax.devices()[:1]))
     with closing(Builder(settings, embedded_tokenizer(), pool, ["reward"], progress=lambda *_: None)) as builder:
         read = [one.func.__self__ for one in builder.scorer()._models.values()]
-        held = remat._held_bytes(builder, "reward", updates=False)
+        held = remat._held_bytes(builder.on, "reward", updates=False)
     apart = replace(settings, rewards=config.Rewards(parts=(replace(parts[0], layout=Layout(tensor=2)),)))
     with pytest.raises(ValueError, match=r"^reward: .*tensor=2 does not fill 1 devices"):  # before any weight is read
         Builder(apart, embedded_tokenizer(), pool, ["reward"], progress=lambda *_: None)
