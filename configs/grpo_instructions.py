@@ -7,8 +7,9 @@ A prompt asks for a short sentence about a topic and gives one instruction on it
 lowercase letters, exactly five words, a list of two points, JSON with two keys, and seven more. The rewards are the
 plain functions below. No training prompt has a topic or a pair of instructions of the evaluation.
 
-Result: 4.2 to 88.5 % of held-out prompts in 35 minutes on two cores, compilation included, with huge pages and short
-tests beside its first ten minutes (seed 0, the only one so far); docs/instructions.md shows the answers.
+Result: held-out prompts answered rightly rise from 4.2 to 88.5, 87.5 and 88.0 % (seeds 0 to 2) in 32 to 35 minutes on
+two cores with huge pages, compilation included; adapters of rank 32 (seed 0) reach 77.6 % in 39 minutes.
+docs/instructions.md shows the answers, and what the accuracy hides.
 
 Source: Zhou et al. 2023 (IFEval, arXiv:2311.07911) for verifiable instructions; Shao et al. 2024 (arXiv:2402.03300) for
 GRPO.
