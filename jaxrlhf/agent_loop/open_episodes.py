@@ -117,7 +117,7 @@ class OpenEpisodes:
         copies: int,
         progress: Callable[[int, int], None],
     ) -> list[Finished]:
-        keys = [(problem.prompt_id, step) for problem, step in zip(problems, groups.begun_P.tolist(), strict=True)]
+        keys = [(problem.prompt_id, step) for problem, step in zip(problems, groups.started_P.tolist(), strict=True)]
         open_keys = [key for key, ended in zip(keys, groups.ended_P.tolist(), strict=True) if not ended]
         await self._drop([key for key in self._groups if key not in {*open_keys}])
         for problem, key, seed in zip(problems, keys, groups.seed_P.tolist(), strict=True):
@@ -129,7 +129,7 @@ class OpenEpisodes:
             complete_P = groups.ended_P | np.array([key in over for key in keys], bool)
             done = sum(task.done() for group in self._groups.values() for task in group.tasks)
             progress(copies * int(groups.ended_P.sum()) + done, copies * len(problems))
-            return until.over(complete_P, groups.begun_P)
+            return until.over(complete_P, groups.started_P)
 
         self._each(EpisodeRun.start_clock)
         self._service.resume()

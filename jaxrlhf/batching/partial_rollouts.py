@@ -48,18 +48,18 @@ class PartialRollout:
       rollout: B = N * G rows, group by group; the mask covers the sampled tokens. Images are only in the problems.
       seed_B: int64 seed of a response, for all of its tokens.
       ended_B: bool, the last token was sampled.
-      begun_P: int64 step in which each group was started.
+      started_P: int64 step in which each group was started.
     """
 
     rollout: RolloutBatch
     seed_B: np.ndarray
     ended_B: np.ndarray
-    begun_P: np.ndarray
+    started_P: np.ndarray
 
     @property
     def copies(self) -> int:
         """G, number of responses of a group."""
-        return len(self.ended_B) // len(self.begun_P)
+        return len(self.ended_B) // len(self.started_P)
 
     @property
     def complete_P(self) -> np.ndarray:
@@ -77,7 +77,7 @@ class PartialRollout:
         rows = (places[:, None] * self.copies + np.arange(self.copies)).ravel()
         parts = self.rollout, self.seed_B, self.ended_B
         rollout, seed_B, ended_B = jax.tree.map(lambda value: np.asarray(value)[rows], parts)
-        return PartialRollout(rollout, seed_B, ended_B, self.begun_P[places])
+        return PartialRollout(rollout, seed_B, ended_B, self.started_P[places])
 
     def concat(self, other: "PartialRollout") -> "PartialRollout":
         """Return these groups followed by the other's."""
@@ -90,12 +90,12 @@ class OpenGroups:
 
     Attributes:
       seed_P: int64 sampling seed of the whole group.
-      begun_P: int64 step in which each group was started.
+      started_P: int64 step in which each group was started.
       ended_P: bool, all episodes of the group are over.
     """
 
     seed_P: np.ndarray
-    begun_P: np.ndarray
+    started_P: np.ndarray
     ended_P: np.ndarray
 
     @classmethod

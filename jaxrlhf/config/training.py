@@ -391,6 +391,6 @@ class Rollout(Settings):
         return self.prompts_per_step * self.responses_per_prompt
 
     @property
-    def groups_under_way(self) -> int:
+    def groups_in_flight(self) -> int:
         """Number of groups that are generated at once; a step takes `prompts_per_step` of them."""
         return math.ceil(self.prompts_per_step * self.over_provision)

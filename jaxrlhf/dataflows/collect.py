@@ -143,8 +143,8 @@ class PromptGroups:
         trained_B = np.repeat(batch.informative_P, batch.copies) & batch.trained_B
         parts = batch.problems, batch.rollout, batch.scores, trained_B
         means_P = means_of_groups(self.scores, len(self.problems)).tolist()
-        drawn = dict(zip(ids_of(self.problems), means_P, strict=True))
-        return ScoredRollout(*parts, metrics=metrics, record_E=batch.record_E, drawn_scores=drawn)
+        generated = dict(zip(ids_of(self.problems), means_P, strict=True))
+        return ScoredRollout(*parts, metrics=metrics, record_E=batch.record_E, generated_scores=generated)
 
     def metrics(self) -> Metrics:
         """Return metrics of all generated groups, including groups that the step leaves out."""

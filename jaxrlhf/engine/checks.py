@@ -144,7 +144,7 @@ class RequestLimits:
         """Raise `Refusal` if a request cannot be answered with at most `limit` tokens."""
         prompt = request.prompt_tokens
         own = bool(request.has_replies or request.sampled)
-        check_placeholders(prompt, request.images, self.vision, place=f"request {request.request_id}", drawn=own)
+        check_placeholders(prompt, request.images, self.vision, place=f"request {request.request_id}", sampled=own)
         if request.sampled and not 0 < request.sampled < min(limit, len(prompt)):
             raise Refusal(
                 f"sampled={request.sampled} of request {request.request_id}, with a prompt of {len(prompt)} tokens and "

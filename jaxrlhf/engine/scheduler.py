@@ -37,19 +37,19 @@ class Scheduler:
         self._placed: list[SequenceState | None] = [None] * slots
         self._free = deque(range(slots))
         self._replicas = replicas
-        self._under_way: set[SequenceState] = set()
+        self._in_progress: set[SequenceState] = set()
         self._unplaced = 0
 
     def add(self, sequence: SequenceState) -> None:
         """Put a sequence in the queue."""
-        self._under_way.add(sequence)
+        self._in_progress.add(sequence)
         self._queued.setdefault(sequence.request.prompt, []).append(sequence)
         self._unplaced += 1
 
     @property
     def unfinished(self) -> bool:
         """True if a sequence was added and has not ended."""
-        return bool(self._under_way)
+        return bool(self._in_progress)
 
     @property
     def waiting(self) -> bool:
@@ -135,12 +135,12 @@ class Scheduler:
         assert sequence.slot is not None, "a sequence that waits cannot end"
         self._placed[sequence.slot] = None
         self._free.append(sequence.slot)
-        self._under_way.discard(sequence)
+        self._in_progress.discard(sequence)
         return sequence.slot
 
     def drop(self, sequence: SequenceState) -> None:
         """Remove a sequence that waits; do nothing if it is in a slot or has ended."""
-        if sequence not in self._under_way or sequence.slot is not None:
+        if sequence not in self._in_progress or sequence.slot is not None:
             return
         prompt = sequence.request.prompt
         if sequence in self._queued.get(prompt, ()):
@@ -149,7 +149,7 @@ class Scheduler:
                 del self._queued[prompt]
         else:
             self._prefilled = deque(pair for pair in self._prefilled if pair[1] is not sequence)
-        self._under_way.discard(sequence)
+        self._in_progress.discard(sequence)
         self._unplaced -= 1
 
     def is_placed(self, sequence: SequenceState) -> bool:

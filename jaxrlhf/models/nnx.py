@@ -82,8 +82,8 @@ class NnxModel(CausalLM):
         return tree if head == "lm" else {**tree, "head": Param((self.hidden_size,), (None,), "zeros")}
 
     def init_params(self, head: Head, key: Any) -> Params:
-        drawn = _variables(_built(self.build, key)).items()
-        params: Params = {"module": {path: variable.get_value().astype(jnp.float32) for path, variable in drawn}}
+        variables = _variables(_built(self.build, key)).items()
+        params: Params = {"module": {path: variable.get_value().astype(jnp.float32) for path, variable in variables}}
         return params if head == "lm" else {**params, "head": jnp.zeros(self.hidden_size, jnp.float32)}
 
     def table(self, params: Params) -> Array:

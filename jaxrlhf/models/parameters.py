@@ -281,8 +281,8 @@ def draw(declared: Any, key: PRNGKeyArray | UInt32[Array, "2"]) -> Any:
 def _draw(param: Param, key: PRNGKeyArray | UInt32[Array, "2"]) -> Array:
     match param.init:
         case "normal":
-            drawn = param.fan_in**-0.5 * jax.random.normal(key, param.unpadded, jnp.float32)
-            return jnp.pad(drawn, [(0, param.padding), *[(0, 0)] * (len(param.shape) - 1)])
+            sampled = param.fan_in**-0.5 * jax.random.normal(key, param.unpadded, jnp.float32)
+            return jnp.pad(sampled, [(0, param.padding), *[(0, 0)] * (len(param.shape) - 1)])
         case "ones":
             return jnp.ones(param.shape, jnp.float32)
         case "zeros":

@@ -18,7 +18,7 @@ from jaxrlhf.config import (
     Training,
 )
 from jaxrlhf.models import from_scratch, tokenizer_of
-from jaxrlhf.models.attention.kernel_choice import lies_in_pages
+from jaxrlhf.models.attention.kernel_choice import uses_pages
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.lora.lora import declare_adapters
 from jaxrlhf.models.parameters import declare
@@ -226,7 +226,7 @@ def software_of(config: Config, hardware: Hardware, generator: ModelConfig | Non
         compute_bytes=4 if dtype == "float32" else 2,
         decode_tokens_per_dispatch=config.rollout.decode_tokens_per_dispatch,
         compiler=compiler,
-        pages=generator is not None and lies_in_pages(generator, compiler, cache=config.rollout.cache),
+        pages=generator is not None and uses_pages(generator, compiler, cache=config.rollout.cache),
     )
 
 

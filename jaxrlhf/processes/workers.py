@@ -276,8 +276,8 @@ class WorkerGroup:
 
     def jobs(self) -> list[Job]:
         """Return the unfinished jobs."""
-        under_way = [process.job for process in self._busy if process.job is not None]
-        return [*self._waiting, *under_way, *(job for process in self.processes.values() for job in process.queue)]
+        in_progress = [process.job for process in self._busy if process.job is not None]
+        return [*self._waiting, *in_progress, *(job for process in self.processes.values() for job in process.queue)]
 
     def close(self) -> None:
         """Tell all processes to close their instances and end."""

@@ -116,10 +116,10 @@ class WebApp:
         if self._stopped:
             raise _stopping()
         most = self._model.limits.requests
-        if self._http.under_way >= most:
+        if self._http.in_progress >= most:
             message = f"{most} requests are under way, which is the limit; try again later"
             raise ApiError(message, status=429, kind="rate_limit_error", code="too_many_requests")
-        self._http.under_way += 1
+        self._http.in_progress += 1
         streams = False
         try:
             # Templates and tokenizers are slow: a thread lets the server handle other requests meanwhile.
@@ -141,7 +141,7 @@ class WebApp:
                 sampling.cancel()
         finally:
             if not streams:
-                self._http.under_way -= 1
+                self._http.in_progress -= 1
 
     def _start(self, sampling: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
         """Start a task that is cancelled when the server stops."""
@@ -173,7 +173,7 @@ class WebApp:
             finally:
                 sampling.cancel()
         finally:
-            self._http.under_way -= 1
+            self._http.in_progress -= 1
 
     async def _body(self, request: Request) -> Any:
         limits = self._model.limits

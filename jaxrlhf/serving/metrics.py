@@ -25,7 +25,7 @@ class HttpCounts:
     """Counts of HTTP answers by path and status, and number of open requests."""
 
     answers: Counter[tuple[str, int]] = field(default_factory=Counter)
-    under_way: int = 0
+    in_progress: int = 0
 
 
 def prometheus(service: EngineService, http: HttpCounts) -> str:
@@ -40,7 +40,7 @@ def prometheus(service: EngineService, http: HttpCounts) -> str:
         metric = f"{name.removesuffix('_s')}_seconds_total" if name.endswith("_s") else f"{name}_total"
         add(metric, "counter", _HELP[name], {"": getattr(service.counts, name)})
     add("waiting", "gauge", "Choices without a response yet.", {"": service.waiting})
-    add("http_under_way", "gauge", "Requests under way.", {"": http.under_way})
+    add("http_under_way", "gauge", "Requests under way.", {"": http.in_progress})
     answers = {f'{{path="{path}",status="{status}"}}': n for (path, status), n in sorted(http.answers.items())}
     add("http_answers_total", "counter", "Answers by path and status.", answers)
     return "\n".join(lines) + "\n"

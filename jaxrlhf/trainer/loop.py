@@ -58,7 +58,7 @@ class Loop:
     stop: Stop = field(default_factory=Stop)
     _task: str = field(default="", init=False)
     _parts: dict[str, Part] = field(init=False)
-    _drawn: list[Call] = field(init=False, default_factory=list)
+    _other_calls: list[Call] = field(init=False, default_factory=list)
     """Calls that an evaluation waited for, of responses for a later step; the next step counts their time."""
 
     def __post_init__(self) -> None:
@@ -180,7 +180,7 @@ class Loop:
         score_P = mean_scores(collected)
         if online:
             prompts = [problem.prompt_id for problem in collected.problems]
-            sampled = collected.drawn_scores or dict(zip(prompts, score_P.tolist(), strict=True))
+            sampled = collected.generated_scores or dict(zip(prompts, score_P.tolist(), strict=True))
             self.schedule.loader.observe({prompt: score for prompt, score in sampled.items() if np.isfinite(score)})
         scores: dict[str, list[float]] = {}
         for problem, score in zip(collected.problems, score_P, strict=True):
@@ -201,8 +201,8 @@ class Loop:
         log.calls(self.roles.timeline.take())
         start = time.perf_counter()
         with self.schedule.resting():
-            self._drawn = self.roles.timeline.take()
-            log.calls(self._drawn)
+            self._other_calls = self.roles.timeline.take()
+            log.calls(self._other_calls)
             return self._evaluated(number, log, start)
 
     def _evaluated(self, number: int, log: PhaseLog, start: float) -> Metrics:
@@ -233,8 +233,8 @@ class Loop:
         return {**times, **measured, **memory}
 
     def _timing(self, step: StepCalls, collected: Any, result: StepResult) -> Metrics:
-        times = self._times([*self._drawn, *step.calls])
-        self._drawn = []
+        times = self._times([*self._other_calls, *step.calls])
+        self._other_calls = []
         # Only the policy's tokens count: a critic's tokens would raise the throughput without training the policy more.
         rates = {}
         if "actor/tokens" in result.metrics:

@@ -129,11 +129,11 @@ def _staleness_rows(config: Config, algorithm: PolicyGradient) -> list[SummaryRo
         chosen = "in the ratio of the loss, by old_logp='bypass'"
     rollout, rows = config.rollout, []
     if rollout.over_provision > 1:
-        under_way = f"{rollout.groups_under_way} for {rollout.prompts_per_step}"
+        in_progress = f"{rollout.groups_in_flight} for {rollout.prompts_per_step}"
         most = staleness - config.steps_ahead
         first = "in the order of arrival; " if rollout.order == "arrival" else ""
         put_off = f"{first}a group is postponed at most {most} time{'s' * (most > 1)}"
-        rows = [("step", "groups in flight", under_way, put_off)]
+        rows = [("step", "groups in flight", in_progress, put_off)]
     return [
         ("step", "staleness", f"{staleness}", how),
         *rows,

@@ -145,13 +145,13 @@ class Actor(TrainedWorker, GenerationWorker):
             `Sequences` have no version and are not checked.
         """
         if isinstance(rollout, RolloutBatch):
-            drawn_by = {*np.unique(np.asarray(rollout.version_BT)[np.asarray(rollout.sequences.mask_BT)]).tolist()}
-            if -1 in drawn_by:
+            sampled_by = {*np.unique(np.asarray(rollout.version_BT)[np.asarray(rollout.sequences.mask_BT)]).tolist()}
+            if -1 in sampled_by:
                 raise RuntimeError(
                     "the rollout's mask_BT includes tokens with version_BT=-1, which no policy sampled; a `collect` "
                     "that joins rollouts must also join their version_BT"
                 )
-            if stale := drawn_by - {*range(self.version - self.setup.staleness, self.version + 1)}:
+            if stale := sampled_by - {*range(self.version - self.setup.staleness, self.version + 1)}:
                 raise RuntimeError(
                     f"the policy is version {self.version}, but the rollout holds responses of versions "
                     f"{sorted(stale)}; compute old log-probabilities before the update, or raise rollout.staleness"

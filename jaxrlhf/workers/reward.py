@@ -50,8 +50,8 @@ class Reward:
 
     def take_metrics(self) -> Metrics:
         """Return the fraction of function calls that had started before `compute_reward`, since the last metrics."""
-        (under_way, calls), self._ahead = self._ahead, np.zeros(2)
-        return {"reward/overlapped_fraction": float(under_way / calls)} if calls else {}
+        (in_progress, calls), self._ahead = self._ahead, np.zeros(2)
+        return {"reward/overlapped_fraction": float(in_progress / calls)} if calls else {}
 
     @worker_method(DP_PROTO, part="reward")
     def compute_reward(self, problems: Sequence[Problem], rollout: RolloutBatch) -> Scores:

@@ -18,7 +18,7 @@ from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.lora.lora import adapted
 from jaxrlhf.sharding.submesh import hand_over
-from jaxrlhf.workers.generation.rollouts import request_to_go_on, requests_of, to_rollout
+from jaxrlhf.workers.generation.rollouts import continued_request, requests_of, to_rollout
 from jaxrlhf.workers.model import Progress
 
 CompletionListener = Callable[[Problem, Completion], None]
@@ -101,7 +101,7 @@ class Sampler:
         return rollout
 
     def continue_sequences(
-        self, problems: Sequence[Problem], under_way: PartialRollout, sampling: Sampling, until: Round
+        self, problems: Sequence[Problem], in_progress: PartialRollout, sampling: Sampling, until: Round
     ) -> PartialRollout:
         """Continue groups in progress, the oldest first, until enough of them are complete."""
         end = until.share(len(problems))
@@ -111,20 +111,20 @@ class Sampler:
                 "does not support; set rollout.over_provision=1, or generate with the built-in engine"
             )
         assert self.engine.weights is not None, "no weights are loaded"
-        engine, copies, version = self.engine, under_way.copies, self.engine.weights.version
-        rollout: RolloutBatch = jax.tree.map(np.array, under_way.rollout)
-        begun_P, ended_B = under_way.begun_P, under_way.ended_B.copy()
+        engine, copies, version = self.engine, in_progress.copies, self.engine.weights.version
+        rollout: RolloutBatch = jax.tree.map(np.array, in_progress.rollout)
+        started_P, ended_B = in_progress.started_P, in_progress.ended_B.copy()
         open_rows = np.flatnonzero(~ended_B).tolist()
-        open_rows.sort(key=lambda row: begun_P[row // copies])
+        open_rows.sort(key=lambda row: started_P[row // copies])
         states, row_of = {}, {}
         for row in open_rows:
-            request = request_to_go_on(problems[row // copies], rollout, row, copy=row % copies, copies=copies)
-            states[row] = engine.new_sequence(request, sampling, seed=int(under_way.seed_B[row]))
+            request = continued_request(problems[row // copies], rollout, row, copy=row % copies, copies=copies)
+            states[row] = engine.new_sequence(request, sampling, seed=int(in_progress.seed_B[row]))
             row_of[request.request_id] = row
         try:
             for state in states.values():
                 engine.enqueue(state)
-            while not end.over(replace(under_way, ended_B=ended_B).complete_P, begun_P):
+            while not end.over(replace(in_progress, ended_B=ended_B).complete_P, started_P):
                 for completion in engine.step():
                     row = row_of[completion.request_id]
                     ended_B[row], rollout.truncated_B[row] = True, completion.truncated
@@ -136,7 +136,7 @@ class Sampler:
             if state.kept:
                 kept_BTK: Any = rollout.sequences.recorded[KEPT]
                 kept_BTK[row, columns] = np.concatenate(state.kept)[: len(state.tokens)]
-        return replace(under_way, rollout=rollout, ended_B=ended_B)
+        return replace(in_progress, rollout=rollout, ended_B=ended_B)
 
     def run_episodes(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int

@@ -97,7 +97,7 @@ def test_slow_episodes_continue_under_the_next_policy(agents, engine, weights, n
 
 def test_due_groups_are_completed(agents, engine):
     asked = problems(2, pause_s=SLOW_S)
-    state = replace(groups(2), begun_P=np.array([5, 4]))
+    state = replace(groups(2), started_P=np.array([5, 4]))
     assert prompts(resume(agents, engine, asked, state, complete=1, due=4)) == [0, 1]
 
 

@@ -109,7 +109,7 @@ def test_scores_of_all_that_was_drawn_are_known_as_they_were_before_the_punishme
     settings = replace(PLAIN, overlong=OverlongPunishment(buffer_share=0.5, factor=0.5))
     made = answers({0: (1, 1), 1: (1, 0), 2: (0, 0), 3: (1, np.nan), 4: (np.nan, np.nan), 5: (0, 1)})
     made.step(settings, prompts=2, copies=2, more=[2, 3, 4, 5], max_response_tokens=4)
-    known = {prompt: score for prompt, score in made.collected.drawn_scores.items() if np.isfinite(score)}
+    known = {prompt: score for prompt, score in made.collected.generated_scores.items() if np.isfinite(score)}
     assert known == {0: 1.0, 1: 0.5, 2: 0.0, 3: 1.0, 5: 0.5}
 
 

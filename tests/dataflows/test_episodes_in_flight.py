@@ -55,7 +55,7 @@ class Actor:
         numbers = [problem.prompt_id for problem in problems]
         ended = [number for number, over in zip(numbers, groups.ended_P, strict=True) if over]
         self.asked.append((numbers, ended, groups.seed_P.tolist(), due))
-        arrived = {*self.arrivals.pop(0), *np.array(numbers)[~groups.ended_P & (groups.begun_P <= due)].tolist()}
+        arrived = {*self.arrivals.pop(0), *np.array(numbers)[~groups.ended_P & (groups.started_P <= due)].tolist()}
         return done(batch_of([number for number in numbers if number in arrived], rows=self.rows))
 
 

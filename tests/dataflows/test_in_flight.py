@@ -62,18 +62,18 @@ class Actor:
     def __init__(self, rounds: dict[int, int] | None = None):
         self.rounds, self.asked, self._left = rounds or {}, [], {}
 
-    def continue_sequences(self, problems, under_way, *, sampling, until):
+    def continue_sequences(self, problems, in_progress, *, sampling, until):
         complete, due = until.complete, until.due
         assert complete == WANTED and until.groups == len(problems)
         self.asked.append(([one.prompt_id for one in problems], due))
-        drawn = jax.tree.map(np.array, under_way)
+        drawn = jax.tree.map(np.array, in_progress)
         for group, one in enumerate(problems):
             left = self._left.setdefault(one.prompt_id, self.rounds.get(one.prompt_id, 1)) - 1
             self._left[one.prompt_id] = left
-            if left <= 0 or under_way.begun_P[group] <= due:
+            if left <= 0 or in_progress.started_P[group] <= due:
                 drawn.ended_B[group * COPIES : (group + 1) * COPIES] = True
                 del self._left[one.prompt_id]
-            rows = np.flatnonzero(~under_way.ended_B)
+            rows = np.flatnonzero(~in_progress.ended_B)
             rows = rows[(rows // COPIES) == group]
             column = drawn.rollout.sequences.length_B[rows]
             drawn.rollout.sequences.mask_BT[rows, column] = True
@@ -119,9 +119,9 @@ def test_responses_keep_the_seed_that_they_began_with_and_what_was_drawn():
     rounds_of(flight, actor, Endless(), range(2))
     place = [one.prompt_id for one in flight.problems].index(0)
     rows = slice(place * COPIES, (place + 1) * COPIES)
-    assert flight.under_way.seed_B[rows].tolist() == [10, 10] and flight.under_way.begun_P[place] == 0
-    assert flight.under_way.rollout.sequences.mask_BT[rows].sum(axis=1).tolist() == [2, 2]
-    assert {*flight.under_way.seed_B.tolist()} == {10, 11}
+    assert flight.in_progress.seed_B[rows].tolist() == [10, 10] and flight.in_progress.started_P[place] == 0
+    assert flight.in_progress.rollout.sequences.mask_BT[rows].sum(axis=1).tolist() == [2, 2]
+    assert {*flight.in_progress.seed_B.tolist()} == {10, 11}
 
 
 def test_a_prompt_that_is_under_way_waits_until_its_group_was_taken():
@@ -192,13 +192,13 @@ def test_images_come_with_the_groups_that_are_taken():
     chosen, rollout = flight.take(Actor(), given, step=0, seed=1, draw_more=Endless())
     expected = [one.images for one in chosen for _ in range(COPIES)]
     assert rollout.sequences.images_B.tolist() == expected and (image,) in expected
-    assert flight.under_way.rollout.sequences.images_B is None
+    assert flight.in_progress.rollout.sequences.images_B is None
 
 
 def test_kept_tokens_have_as_many_columns_as_sampling_records():
     flight = ResponsesInFlight(config_of(sampling=Sampling(top_k=5)))
     flight.take(Actor(), Endless()(), step=0, seed=1, draw_more=Endless())
-    assert flight.under_way.rollout.sequences.recorded["kept"].shape == (6 * COPIES, 12, 5)
+    assert flight.in_progress.rollout.sequences.recorded["kept"].shape == (6 * COPIES, 12, 5)
 
 
 def roles_of(actor: Actor) -> SimpleNamespace:

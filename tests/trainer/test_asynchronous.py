@@ -198,7 +198,7 @@ def over_provisioned(staleness: int, *, over: float = 1.5, **changes) -> Config:
 )
 def test_groups_that_go_on_leave_fewer_steps_to_collect_ahead(staleness, pools, ahead):
     config = replace(over_provisioned(staleness), pools=pools)
-    assert (config.steps_ahead, config.rollout.groups_under_way) == (ahead, 6)
+    assert (config.steps_ahead, config.rollout.groups_in_flight) == (ahead, 6)
     whole = replace(config.rollout, over_provision=1.0)
     assert replace(config, rollout=whole).steps_ahead == staleness
     [cold, _] = replace(config, pools=(), cold_start=ColdStart(steps=2)).phases

@@ -196,7 +196,9 @@ def test_whoever_asks_to_stop_loses_no_step(asked_in):
 class Dynamic(GRPO):
     """Learns from some of the groups that it drew, as dynamic sampling does."""
 
-    collect = staticmethod(lambda roles, work: replace(responses(roles, work), drawn_scores={0: 0.5, 7: 1.0, 8: nan}))
+    collect = staticmethod(
+        lambda roles, work: replace(responses(roles, work), generated_scores={0: 0.5, 7: 1.0, 8: nan})
+    )
 
 
 @pytest.mark.parametrize(("algorithm", "known"), [(GRPO, {0: 0.5, 1: 0.5}), (Dynamic, {0: 0.5, 7: 1.0})])

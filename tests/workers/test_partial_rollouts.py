@@ -62,13 +62,13 @@ def whole(engine, sampling: Sampling):
 
 def in_rounds(loaded, sampling: Sampling, scales, *, complete: int = 1, due: int = 0) -> list[PartialRollout]:
     """Groups under way after each round: one more is complete in each, and all are in the last."""
-    rounds, under_way = [], unstarted()
+    rounds, in_progress = [], unstarted()
     for version, scale in enumerate(scales):
         last = version == len(scales) - 1
         sampler = sampler_of(loaded(scale, version))
         until = Round(len(PROMPTS) if last else complete + version, len(PROMPTS), due)
-        under_way = sampler.continue_sequences(problems(), under_way, sampling, until)
-        rounds.append(under_way)
+        in_progress = sampler.continue_sequences(problems(), in_progress, sampling, until)
+        rounds.append(in_progress)
     return rounds
 
 
@@ -119,7 +119,7 @@ def test_rounds_of_one_policy_draw_what_it_draws_at_once(loaded):
     np.testing.assert_array_equal(rounds[-1].rollout.sequences.mask_BT, expected.sequences.mask_BT)
     np.testing.assert_array_equal(rounds[-1].rollout.truncated_B, expected.truncated_B)
     np.testing.assert_allclose(rounds[-1].rollout.sampler_logp_BT, expected.sampler_logp_BT, atol=1e-5)
-    assert rounds[-1].ended_B.all() and (rounds[-1].begun_P == STEP).all()
+    assert rounds[-1].ended_B.all() and (rounds[-1].started_P == STEP).all()
 
 
 def test_each_token_is_as_likely_as_the_policy_of_its_round_says(loaded):
@@ -160,10 +160,12 @@ def test_what_tokens_were_drawn_among_goes_on_with_them():
     sampling = Sampling(top_k=3)
     engine = load(build(slots=8, most_kept=3), 1.0, 0)
     expected = whole(engine, sampling)
-    under_way = unstarted(most_kept=3)
+    in_progress = unstarted(most_kept=3)
     for complete in (1, 2, 4):
-        under_way = sampler_of(engine).continue_sequences(problems(), under_way, sampling, Round(complete, 4, due=0))
-    np.testing.assert_array_equal(under_way.rollout.sequences.recorded["kept"], expected.sequences.recorded["kept"])
+        in_progress = sampler_of(engine).continue_sequences(
+            problems(), in_progress, sampling, Round(complete, 4, due=0)
+        )
+    np.testing.assert_array_equal(in_progress.rollout.sequences.recorded["kept"], expected.sequences.recorded["kept"])
 
 
 def test_no_program_is_compiled_once_responses_go_on():
@@ -171,11 +173,11 @@ def test_no_program_is_compiled_once_responses_go_on():
     engine.compile_ahead([3, 48, *range(49, 63)])
     compiled = len(engine.compiled)
     long = [Problem(prompt_id=n, prompt="", prompt_tokens=(5 + n,) * (48 - n)) for n in range(4)]
-    under_way = unstarted_groups(long, copies=COPIES, seed=SEED, step=0, width=WIDTH, most_kept=3)
+    in_progress = unstarted_groups(long, copies=COPIES, seed=SEED, step=0, width=WIDTH, most_kept=3)
     for complete in (1, 2, 3, 4):
         until = Round(complete, len(long), due=-1)
-        under_way = sampler_of(engine).continue_sequences(long, under_way, Sampling(top_k=3), until)
-    assert under_way.ended_B.all() and engine.prefill.prompts > 2 * len(long)
+        in_progress = sampler_of(engine).continue_sequences(long, in_progress, Sampling(top_k=3), until)
+    assert in_progress.ended_B.all() and engine.prefill.prompts > 2 * len(long)
     assert len(engine.compiled) == compiled
 
 

@@ -32,7 +32,7 @@ class InFlight(ABC):
 
     def __init__(self, config: Config) -> None:
         rollout = config.rollout
-        self._places, self._wanted = rollout.groups_under_way, rollout.prompts_per_step
+        self._places, self._wanted = rollout.groups_in_flight, rollout.prompts_per_step
         self._copies, self._sampling = rollout.responses_per_prompt, rollout.sampling
         self._width = rollout.max_prompt_tokens + rollout.max_response_tokens
         self._most_postponed = rollout.staleness - config.steps_ahead
@@ -70,9 +70,9 @@ class InFlight(ABC):
         chosen, order = self._refill(draw_more)
         self._start(chosen, order, seed=seed, step=step)
         until = Round(self._wanted, len(self.problems), due=step - self._most_postponed)
-        begun_P, complete_P = self._round(actor, until, step)
+        started_P, complete_P = self._round(actor, until, step)
         assert complete_P.sum() >= self._wanted, "the actor ended the round before a step's groups were complete"
-        oldest_first = np.lexsort((np.arange(len(begun_P)), begun_P, ~complete_P))
+        oldest_first = np.lexsort((np.arange(len(started_P)), started_P, ~complete_P))
         self._free = sorted(oldest_first[: self._wanted].tolist())
         self._add({"staleness/put_off_groups": float(self.groups)})
         return [self.problems[place] for place in self._free], self._taken()
@@ -159,47 +159,47 @@ class ResponsesInFlight(InFlight):
     """Groups of responses in flight. The order of completion depends on token counts, never on a clock.
 
     Attributes:
-      under_way: Partial responses of the groups; None before the first round.
+      in_progress: Partial responses of the groups; None before the first round.
     """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.under_way: PartialRollout | None = None
+        self.in_progress: PartialRollout | None = None
 
     def _start(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
         sizes = {"copies": self._copies, "width": self._width, "most_kept": self._sampling.most_kept}
         started = unstarted_groups(chosen, seed=seed, step=step, **sizes)
-        self.under_way = (started if self.under_way is None else self.under_way.concat(started)).take(order)
+        self.in_progress = (started if self.in_progress is None else self.in_progress.concat(started)).take(order)
 
     def _round(self, actor: Any, until: Round, step: int) -> tuple[np.ndarray, np.ndarray]:
-        assert self.under_way is not None, "groups must be started before a round"
-        before = self.under_way.tokens
+        assert self.in_progress is not None, "groups must be started before a round"
+        before = self.in_progress.tokens
         how = {"sampling": self._sampling, "until": until}
-        continued = actor.continue_sequences(self.problems, self.under_way, **how).result()
-        self.under_way = continued
+        continued = actor.continue_sequences(self.problems, self.in_progress, **how).result()
+        self.in_progress = continued
         self._add({"staleness/sampled_tokens": float(continued.tokens - before)})
-        return continued.begun_P, continued.complete_P
+        return continued.started_P, continued.complete_P
 
     def _taken(self) -> RolloutBatch:
-        assert self.under_way is not None, "responses are taken after a round"
-        left = self.under_way.take(np.setdiff1d(np.arange(len(self.problems)), self._free))
+        assert self.in_progress is not None, "responses are taken after a round"
+        left = self.in_progress.take(np.setdiff1d(np.arange(len(self.problems)), self._free))
         tokens_B = left.rollout.sequences.mask_BT.sum(axis=1)
         self._add({"staleness/recomputed_tokens": float(tokens_B[~left.ended_B].sum())})
-        rollout = self.under_way.take(self._free).rollout
+        rollout = self.in_progress.take(self._free).rollout
         chosen = [self.problems[place] for place in self._free for _ in range(self._copies)]
         return replace(rollout, sequences=replace(rollout.sequences, images_B=images_of_problems(chosen)))
 
     def saved(self) -> dict[str, Any]:
-        return super().saved() | {"under_way": self.under_way}
+        return super().saved() | {"under_way": self.in_progress}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        if (under_way := saved["under_way"]) is not None:
-            sequences = under_way.rollout.sequences
+        if (in_progress := saved["under_way"]) is not None:
+            sequences = in_progress.rollout.sequences
             kept = sequences.recorded[KEPT].shape[2] if KEPT in sequences.recorded else 0
-            before = under_way.copies, sequences.token_BT.shape[1], kept
+            before = in_progress.copies, sequences.token_BT.shape[1], kept
             self._check_sizes(before, (self._copies, self._width, self._sampling.most_kept))
         super().restore(saved)
-        self.under_way = under_way
+        self.in_progress = in_progress
 
 
 class EpisodesInFlight(InFlight):
@@ -228,7 +228,7 @@ class EpisodesInFlight(InFlight):
         ended_P = np.array([group is not None for group in self._over])
         self._groups = replace(self._groups, ended_P=ended_P)
         self._add({"staleness/sampled_tokens": float(np.sum(arrived.rollout.sequences.mask_BT))})
-        return self._groups.begun_P, ended_P
+        return self._groups.started_P, ended_P
 
     def _taken(self) -> EpisodeBatch:
         taken = [self._over[place] for place in self._free]

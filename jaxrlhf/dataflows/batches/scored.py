@@ -21,7 +21,7 @@ class ScoredRollout:
       trained_B: bool, rows to train on; all scorable rows take part in baselines. None trains on all rows.
       metrics: Metrics of everything generated, left-out groups included; they override the rollout's own metrics.
       record_E: `EpisodeRecord` of each episode, prompt-major; None without an environment.
-      drawn_scores: Mean score of every generated group before shaping, by prompt id; NaN if unknown. Empty if
+      generated_scores: Mean score of every generated group before shaping, by prompt id; NaN if unknown. Empty if
         `problems` has all generated groups and `scores` are unshaped.
       beside: Further responses to the same problems, with scores, if the algorithm compares with them or learns from
         them.
@@ -33,7 +33,7 @@ class ScoredRollout:
     trained_B: Array | None = None
     metrics: Metrics = field(default_factory=dict)
     record_E: np.ndarray | None = None
-    drawn_scores: Mapping[int, float] = field(default_factory=dict)
+    generated_scores: Mapping[int, float] = field(default_factory=dict)
     beside: "ScoredRollout | None" = None
 
 

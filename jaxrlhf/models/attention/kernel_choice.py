@@ -177,7 +177,7 @@ def _no_pages(config: ModelConfig, kernel: PagesKernel) -> str | None:
     return _no_sinks(config, kernel) or (f"it supports head_dim up to {WIDEST[kernel]}" if too_wide else None)
 
 
-def lies_in_pages(config: ModelConfig, platform: str | None, *, cache: Literal["auto", "slots", "pages"]) -> bool:
+def uses_pages(config: ModelConfig, platform: str | None, *, cache: Literal["auto", "slots", "pages"]) -> bool:
     """Return whether a cache is expected to be in pages, without tests of kernels and without pipeline stages."""
     if cache == "slots" or _pageless(config) is not None:
         return False

@@ -111,13 +111,13 @@ def corners_of(vision: Vision, place_Q2: np.ndarray, grid: tuple[int, int, int])
 
 
 def check_placeholders(
-    tokens: Sequence[int], images: Sequence[Image], vision: Vision | None, *, place: str, drawn: bool = False
+    tokens: Sequence[int], images: Sequence[Image], vision: Vision | None, *, place: str, sampled: bool = False
 ) -> None:
     """Raise `Refusal` unless a prompt has one placeholder for each feature of its images, and no other placeholders.
 
     Args:
       place: Text that says where the prompt is from, for messages.
-      drawn: True if the policy sampled some of the tokens; placeholders among sampled tokens stand for no image.
+      sampled: True if the policy sampled some of the tokens; placeholders among sampled tokens stand for no image.
     """
     if vision is None:
         if images:
@@ -136,7 +136,7 @@ def check_placeholders(
                 f"{image.start} of {len(ids)}; prompts with images must not be truncated"
             )
     there = ids == vision.image_token
-    if (covered & ~there if drawn else covered != there).any():
+    if (covered & ~there if sampled else covered != there).any():
         raise Refusal(
             f"{place}: {int(there.sum())} placeholders (token {vision.image_token}), but {int(covered.sum())} features "
             f"of {len(images)} images; expected one image for each placeholder in the text"

@@ -111,8 +111,8 @@ class OffPolicy(Synchronous):
         """Return the position in the data after the collected records; waits for the submitted collections."""
         for future in self._queue:
             future.result()
-        under_way = 0 if self._in_flight is None else self._in_flight.groups
-        return super().state() | {"begun": self._started, "queued": len(self._queue), "under_way": under_way}
+        in_progress = 0 if self._in_flight is None else self._in_flight.groups
+        return super().state() | {"begun": self._started, "queued": len(self._queue), "under_way": in_progress}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from a checkpoint's position.
@@ -128,11 +128,11 @@ class OffPolicy(Synchronous):
                 f"with over_provision={rollout.over_provision} allows {ahead}; resume with "
                 f"rollout.staleness={queued} or more and over_provision=1, or with the original settings"
             )
-        under_way = saved.get("under_way", 0)
-        groups = under_way if self._in_flight is None else self._in_flight.groups
-        if (len(self._queue), groups) != (queued, under_way):
+        in_progress = saved.get("under_way", 0)
+        groups = in_progress if self._in_flight is None else self._in_flight.groups
+        if (len(self._queue), groups) != (queued, in_progress):
             raise Damaged(
-                f"the checkpoint should hold queued responses of {queued} steps and {under_way} unfinished "
+                f"the checkpoint should hold queued responses of {queued} steps and {in_progress} unfinished "
                 f"groups, but its items hold {len(self._queue)} and {groups}; resume from an earlier checkpoint"
             )
         ours = {"queued"} if self._in_flight is None else {"queued", "under_way"}

@@ -58,12 +58,12 @@ def write_card(run: Path, directory: Path, exported: Exported) -> None:
     records = [record for record in logged if record["step"] <= exported.step]
     exported = replace(exported, name=exported.name or directory.name)
     with reading(run / SETTINGS, PUT_BACK):
-        text = _text(settings, records, exported, curve=_drawn(run, directory))
+        text = _text(settings, records, exported, curve=_save_curve(run, directory))
         metadata = _metadata(settings, exported)
     ModelCard(f"---\n{metadata}\n---\n\n{text}").save(directory / CARD)
 
 
-def _drawn(run: Path, directory: Path) -> bool:
+def _save_curve(run: Path, directory: Path) -> bool:
     """Draw the learning curve into the directory; return False if the run has nothing to draw."""
     if not (run / METRICS).is_file():
         return False

@@ -49,7 +49,7 @@ class GenerationWorker(ABC):
     def continue_sequences(
         self,
         problems: Sequence[Problem],
-        under_way: PartialRollout,
+        in_progress: PartialRollout,
         *,
         sampling: Sampling,
         until: Round,
@@ -60,7 +60,7 @@ class GenerationWorker(ABC):
         The keys and values of tokens sampled by earlier policies are recomputed with this policy.
         """
         with self.generating(versions) as sampler:
-            return sampler.continue_sequences(problems, under_way, sampling, until)
+            return sampler.continue_sequences(problems, in_progress, sampling, until)
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def run_episodes(

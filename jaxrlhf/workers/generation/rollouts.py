@@ -20,7 +20,7 @@ def requests_of(problems: Sequence[Problem], copies: int) -> tuple[list[Request]
     return requests, [problem for problem in problems for _ in range(copies)]
 
 
-def request_to_go_on(problem: Problem, rollout: RolloutBatch, row: int, *, copy: int, copies: int) -> Request:
+def continued_request(problem: Problem, rollout: RolloutBatch, row: int, *, copy: int, copies: int) -> Request:
     """Return the request for the rest of a response.
 
     Args:
