@@ -19,6 +19,7 @@ from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, wit
 _OF_PROCESSOR = ("memory_bytes", "matmul_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s")
 """Figures that JAX devices simulated on one processor share."""
 
+
 @dataclass(frozen=True)
 class Hardware(Settings):
     """Machines of equal devices.
