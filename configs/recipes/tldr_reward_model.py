@@ -4,7 +4,7 @@
 
 The run has one epoch of 92858 comparisons, from the policy of `tldr_sft.py`. The next stage is `tldr_ppo.py`.
 
-Planned: Qwen2.5-1.5B on h100x1x1 38 of 75 GiB of a device, 1.4 s a step, 0.6 h.
+Planned: Qwen2.5-1.5B on h100x1x1 38 of 75 GiB of a device, 1.2 s a step, 0.5 h.
 
 Source: Huang et al. 2024 (arXiv:2403.17031) for batch and learning rate, there with Pythia; the comparisons are
 Stiennon et al. 2020 (arXiv:2009.01325).

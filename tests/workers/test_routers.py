@@ -88,7 +88,7 @@ def test_the_loss_that_balances_experts_is_weighed_as_the_main_loss(balanced, in
 def apart(_, sums) -> PairRewards:
     """A loss whose slopes are opposite for the two answers of a pair, and others for each pair."""
     chosen_P, rejected_P = sums["value"].T
-    return PairRewards(np.linspace(0.1, 0.7, 4) * (rejected_P - chosen_P), chosen_P, rejected_P)
+    return PairRewards(np.linspace(0.01, 0.07, 4) * (rejected_P - chosen_P), chosen_P, rejected_P)
 
 
 @pytest.mark.slow
