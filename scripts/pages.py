@@ -28,9 +28,9 @@ def written(page: str, parts: Mapping[str, str]) -> str:
     """
     for name, text in parts.items():
         start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        before, begun, rest = page.partition(start)
-        _, ended, after = rest.partition(end)
-        if not (begun and ended):
+        before, opened, rest = page.partition(start)
+        _, closed, after = rest.partition(end)
+        if not (opened and closed):
             raise ValueError(f"the page has no place for {name!r}; mark it with {start} and {end}")
         page = f"{before}{start}\n{text}\n{end}{after}"
     return page

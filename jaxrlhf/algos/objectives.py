@@ -3,7 +3,8 @@
 An objective is `objective(output, mask, weight, fields, settings) -> ObjectiveTerms`. The trainer calls it inside `jit`
 on packed rows, sums `loss` over all tokens of the update and reports the mean of each metric over the mask of trained
 tokens. A token's weight is its aggregation weight times its importance weight. Weights contain all denominators, so an
-objective never reduces. The trainer adds the field `segment`: int32, number of the token's sequence in its row.
+objective never averages. An objective may sum over a sequence, or over the two answers of a pair. The trainer adds the
+field `segment`: int32, number of the token's sequence in its row.
 
 Outside the mask every input may be infinite or NaN. Inputs are therefore selected with the mask *before* any formula:
 selecting only the result would leave 0 * inf in the gradient.

@@ -81,7 +81,7 @@ class ImageReader:
         """
         if isinstance(source, str) and source.startswith("data:"):
             source = ShownImage.of(source)
-        if str(source).startswith("shapes:"):  # the name determines the pixels, so they need not be drawn
+        if str(source).startswith("shapes:"):  # the name determines the pixels
             size, content = PICTURE, str(source).encode()
         else:
             image = opened(source, place=place)

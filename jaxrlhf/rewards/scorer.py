@@ -204,7 +204,7 @@ class Scorer:
         return scores
 
     def _key(self, source: str) -> str:
-        """Return the key of the parts that score a source: the name of a source with parts of its own, else `RUN`."""
+        """Return the key of a source's parts: its name, or `RUN` if the source has no separate parts."""
         return source if source in self._numbers else RUN
 
     def _open(self, pool: RewardPool) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.batch import Diverged, Params
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.checkpoint.items import read_named, stored_shapes
-from jaxrlhf.config import COLD_START, ROLLOUT, Config, Nnx, Pretrained, Refusal, Sampling
+from jaxrlhf.config import COLD_START, ROLLOUT, Config, Nnx, Pretrained, Refusal, Sampling, checked
 from jaxrlhf.data.tokenizer import decoder, load_tokenizer, misread
 from jaxrlhf.dataflows.step import Metrics
 from jaxrlhf.models import read_config, sees, tokenizer_of
@@ -216,7 +216,11 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
       samples: Answers per problem; 1 decodes greedily, more are sampled as in the configuration's rollout.
       show: Number of answers to print.
       step: Step of a run's checkpoint; None is the newest.
+
+    Raises:
+      Refusal: Settings contradict each other, nothing can be evaluated, or there is no such policy.
     """
+    config = checked(config)
     if "actor" not in config.roles:
         raise Refusal(
             f"{type(config.algorithm).__name__} trains no policy, and evaluation requires one; see the run's metrics "

@@ -329,7 +329,7 @@ def test_a_rewritten_history_that_is_too_long_is_not_a_row(loop, engine, monkeyp
 
 @pytest.mark.slow
 def test_a_class_with_tools_as_methods_appends_to_the_records_prompt(engine):
-    """As in TRL: the text of `reset` is appended to the prompt, methods are tools, `get_reward` is the final reward."""
+    """Environment in TRL's form: `reset` returns a text for the prompt, methods are tools, `get_reward` pays."""
     settings = replace(TALKS, factory="talking_environments:Answers")
     with EnvironmentPool((settings,)) as pool:
         batch = run(AgentLoop(settings, ChatFormat(TOKENIZER), pool, PROMPT, RESPONSE), engine, problems(1), copies=1)

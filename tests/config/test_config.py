@@ -319,6 +319,26 @@ def test_a_resumed_run_follows_the_settings_it_has_now():
     assert carried == {"kl_coefficient": 0.2, "seen": 5.0, "since": 1.0}, "numbers of an algorithm of one's own stay"
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            {"roles": lambda self, config: ()},
+            r"Old\.roles gets the settings of the actor, .*roles\(self, training\)",
+        ),
+        (
+            {"updates_per_step": lambda self, config: 1},
+            r"Old\.updates_per_step gets the settings of the rollout, .*write updates_per_step\(self, rollout\)",
+        ),
+        ({"places_after": 1}, r"Old\.places_after is named positions_after now"),
+        ({"draws_beside": "greedy answers"}, r"Old\.draws_beside is named also_generates now"),
+    ],
+)
+def test_an_algorithm_in_the_former_form_is_refused_where_it_is_defined(body, message):
+    with pytest.raises(Refusal, match=message):
+        type("Old", (GRPO,), body)
+
+
 # What algorithms make of the rest.
 
 

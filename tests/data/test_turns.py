@@ -34,7 +34,7 @@ REFUSED = {
     "qwen3.5": {"turns", "reasoning in turns"},
     "gpt-oss": {"turns", "reasoning in turns"},  # its end of an earlier turn is not what the policy writes
 }
-"""Chats of which the template drops a part, or that it writes differently if messages follow."""
+"""Chats with a part that the template drops, or writes differently if messages follow."""
 
 
 @pytest.mark.parametrize("family", REFUSED)

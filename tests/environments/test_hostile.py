@@ -179,11 +179,11 @@ def test_failures_of_other_methods(pool, notes):
     failing = {(where, kind): cause for where in ("reset", "get_reward", "close") for kind, cause in causes.items()}
     failing |= {("get_reward", "nan"): "not-finite", ("get_reward", "text"): "wrong-type"}
     before = Counter(pool.closing_failures)
-    begun = {(where, kind): begin(pool, ENVIRONMENT, kind, where, notes) for where, kind in failing}
-    seen = {one: failure_of(opened) for one, (_, opened) in begun.items()}
-    rewards = {one: pool.finish(begun[one][0]) for one, cause in seen.items() if cause is None}
-    seen |= {one: failure_of(future) for one, future in rewards.items()}
-    assert seen == {one: None if one[0] == "close" else cause for one, cause in failing.items()}
+    started = {(where, kind): begin(pool, ENVIRONMENT, kind, where, notes) for where, kind in failing}
+    failures = {one: failure_of(opened) for one, (_, opened) in started.items()}
+    rewards = {one: pool.finish(started[one][0]) for one, cause in failures.items() if cause is None}
+    failures |= {one: failure_of(future) for one, future in rewards.items()}
+    assert failures == {one: None if one[0] == "close" else cause for one, cause in failing.items()}
     end = time.monotonic() + LIMIT_S
     while (counted := pool.closing_failures - before) != Counter(causes.values()) and time.monotonic() < end:
         time.sleep(0.05)

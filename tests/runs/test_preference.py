@@ -188,6 +188,27 @@ def test_updates_of_score_models_follow_the_gradients_of_the_losses_as_written()
         assert_same(critic, batch, how, losses[index], gradient(index))
 
 
+@pytest.mark.slow
+def test_updates_on_pairs_are_the_same_on_eight_devices():
+    layouts = {"alone": (Layout(), 1), "eight": (Layout(fsdp=2, stage=2, tensor=2), 8)}
+    gradients = {}
+    for name, (layout, devices) in layouts.items():
+        actor = replace(training(), layout=layout, tokens_per_microbatch=4096)
+        settings = checked(config(DPO(pairs_per_update=8), actor=actor, devices=devices))
+        worker, pairs = workers_of(settings)["actor"], pairs_of(settings)
+        sequences = preference_pairs.pair_sequences(pairs, settings)
+        ref_logp_BT = np.where(sequences.mask_BT, np.float32(-3.0), 0)
+        batch = preference_pairs.pair_experience(sequences, dpo.loss_fields(settings.algorithm, sequences, ref_logp_BT, 0.0))
+        how = PairSettings(dpo.implicit_rewards, settings.algorithm, len(pairs))
+        found, sums = worker.gradient(batch, pair_objective, how)
+        gradients[name] = jax.tree.map(np.asarray, found), sum(float(part["loss"]) for part in sums)
+    assert gradients["eight"][1] == pytest.approx(gradients["alone"][1], rel=1e-5)
+    assert any(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(gradients["alone"][0]))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-6), gradients["eight"][0], gradients["alone"][0]
+    )
+
+
 def test_a_margin_is_asked_of_the_pair_that_names_it(tmp_path):
     lines = [{"prompt": "1+1?", "chosen": "2", "rejected": "3", "margin": m} for m in (0.0, 4.0)]
     path = tmp_path / "pairs.jsonl"

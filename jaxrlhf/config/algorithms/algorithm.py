@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, ClassVar, Literal
 
 from jaxrlhf.config.losses import IcePop, KLInLoss, KLInReward, PolicyLoss, RatioLoss, Rejection, TruncatedImportance
@@ -11,6 +12,13 @@ from jaxrlhf.config.roles import REWARD, RoleSpec, actor, reference
 from jaxrlhf.config.settings import Positive, Settings
 from jaxrlhf.config.sources import DataSet
 from jaxrlhf.config.training import Rollout, Training
+
+_RENAMED = {"places_after": "positions_after", "draws_beside": "also_generates"}
+"""Former names of class attributes, which an algorithm of a user's own may still have, and the present names."""
+
+_OF_ROLLOUT = ("problems_per_step", "updates_per_step", "resting_updates", "examples", "correction_for")
+_ARGUMENTS = {"roles": "training", **dict.fromkeys((*_OF_ROLLOUT, "trusts_sampler"), "rollout")}
+"""Argument of methods that formerly got the whole configuration: the actor's settings, or the rollout's."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,18 @@ class Algorithm(Settings, ABC):
       further_passes: Names of roles that make an additional pass over a step's sequences before the update.
       also_generates: Name of what a step generates beside its groups, which plans do not count; None is nothing.
     """
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        for old, new in _RENAMED.items():
+            require(old not in vars(cls), f"{cls.__name__}.{old} is named {new} now; rename it")
+        for name, argument in _ARGUMENTS.items():
+            own = vars(cls).get(name)
+            require(
+                own is None or "config" not in signature(own).parameters,
+                f"{cls.__name__}.{name} gets the settings of the {'actor' if name == 'roles' else 'rollout'}, not the "
+                f"whole configuration; write {name}(self, {argument})",
+            )
 
     collect: ClassVar[Callable[..., Any] | str] = "jaxrlhf.dataflows.collect:records"
     learn: ClassVar[Callable[..., Any] | str]

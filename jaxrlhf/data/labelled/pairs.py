@@ -45,7 +45,9 @@ def _with_mistake(steps: Sequence[str], mistake: int, off: int) -> list[str]:
         task, _, result = step.partition("=")
         if number > mistake:
             task = wrong + task.removeprefix(right)
-        left, operator, operand = re.fullmatch(r"(-?\d+)([-+*/])(\d+)", task).groups()  # type: ignore[union-attr]
+        read = re.fullmatch(r"(-?\d+)([-+*/])(\d+)", task)
+        assert read is not None, f"a step of a worked solution is one operation, got {task!r}"
+        left, operator, operand = read.groups()
         value = OPERATORS[operator](int(left), int(operand))
         if number == mistake:
             value += off if value + off >= 0 else -off

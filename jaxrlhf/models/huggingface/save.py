@@ -120,18 +120,18 @@ def named_tensors(
     """Yield the tensors of a checkpoint by name, each as soon as it is complete; `arrays` is as in `save_each`."""
     shapes = tensor_shapes(config, head, stored_tensors(config, head))
     tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
-    begun: dict[str, tuple[np.ndarray, int]] = {}
+    incomplete: dict[str, tuple[np.ndarray, int]] = {}
     for part in _fetched(arrays, config, head, tensors):
         name, block = part.name, part.block
         if block.shape == tensors[name].shape:
             yield published_name(config, name), block
             continue
-        tensor, left = begun.get(name) or (np.empty(tensors[name].shape, block.dtype), tensors[name].size)
+        tensor, left = incomplete.get(name) or (np.empty(tensors[name].shape, block.dtype), tensors[name].size)
         there = tensor[part.start : part.start + len(block)] if part.place is None else part.place(tensor)
         there[...] = block.reshape(there.shape)
-        begun[name] = tensor, left - block.size
+        incomplete[name] = tensor, left - block.size
         if left == block.size:
-            yield published_name(config, name), begun.pop(name)[0]
+            yield published_name(config, name), incomplete.pop(name)[0]
 
 
 class _TensorPart(NamedTuple):

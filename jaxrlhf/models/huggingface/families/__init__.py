@@ -31,7 +31,7 @@ from jaxrlhf.models.huggingface.families.qwen_vl import (
     QWEN3_VL_MOE,
 )
 from jaxrlhf.models.huggingface.families.rope_fields import read_rope, write_rope
-from jaxrlhf.models.huggingface.families.sight import VisionFormat, begun
+from jaxrlhf.models.huggingface.families.sight import VisionFormat, with_prefix
 from jaxrlhf.models.huggingface.families.smollm import SMOLLM3
 from jaxrlhf.models.parameters import declare, path_name
 
@@ -75,9 +75,9 @@ def tensor_shapes(config: ModelConfig, head: Head, stored: Mapping[str, StoredTe
 
 def module_name(config: ModelConfig, name: str) -> str:
     """Return the name in transformers' model of a module or tensor of the tables."""
-    return name if config.vision is None else begun(name, VISION_FORMATS[config.vision.family].modules)
+    return name if config.vision is None else with_prefix(name, VISION_FORMATS[config.vision.family].modules)
 
 
 def published_name(config: ModelConfig, name: str) -> str:
     """Return the name in a file of a tensor of the tables."""
-    return name if config.vision is None else begun(name, VISION_FORMATS[config.vision.family].prefixes)
+    return name if config.vision is None else with_prefix(name, VISION_FORMATS[config.vision.family].prefixes)

@@ -71,10 +71,10 @@ class VisionFormat:
         }
 
 
-def begun(name: str, beginnings: Mapping[str, str]) -> str:
-    """Replace a known prefix of a name by the prefix that `beginnings` has for it; other names are unchanged."""
-    found = next((ours for ours in beginnings if name.startswith(ours)), "")
-    return beginnings.get(found, "") + name.removeprefix(found)
+def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Replace a known prefix of a name by the prefix that `prefixes` has for it; other names are unchanged."""
+    found = next((ours for ours in prefixes if name.startswith(ours)), "")
+    return prefixes.get(found, "") + name.removeprefix(found)
 
 
 def in_tower(prefix: str, **tensors: tuple[str, str, str]) -> dict[str, StoredTensor]:
