@@ -118,6 +118,7 @@ class OpenEpisodes:
         progress: Callable[[int, int], None],
     ) -> list[Finished]:
         keys = [(problem.prompt_id, step) for problem, step in zip(problems, groups.started_P.tolist(), strict=True)]
+        assert len({*keys}) == len(keys), "a problem is there twice, but its episodes form one group; pass it once"
         open_keys = [key for key, ended in zip(keys, groups.ended_P.tolist(), strict=True) if not ended]
         await self._drop([key for key in self._groups if key not in {*open_keys}])
         for problem, key, seed in zip(problems, keys, groups.seed_P.tolist(), strict=True):
