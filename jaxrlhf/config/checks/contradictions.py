@@ -18,7 +18,7 @@ _CHECKS = (
 def checked(config: Config) -> Config:
     """Return a configuration whose settings do not contradict each other.
 
-    `load`, `override` and `run` call it; a `Config` that is built in Python is checked when it is run.
+    `load`, `override`, `run` and `evaluate_policy` call it; the last two check a `Config` that is built in Python.
 
     Raises:
       Refusal: Settings contradict each other, in the run or in its cold start.
