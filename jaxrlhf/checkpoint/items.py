@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,11 +16,16 @@ from jaxrlhf.config import Refusal
 
 
 def _is_not_raised(record: logging.LogRecord) -> bool:
-    """Return False for an error that a thread of orbax logs: the error is raised in the thread that waits for it."""
-    return record.exc_info is None or "orbax" not in record.pathname
+    """Return False for an error of orbax that is logged and also raised in the thread that waits for the save."""
+    if not record.exc_info:
+        return True
+    raised_in = (frame.filename for frame in traceback.extract_tb(record.exc_info[2]))
+    return not any("orbax" in file for file in (record.pathname, *raised_in))
 
 
-logging.getLogger("absl").addFilter(_is_not_raised)  # orbax's logger; orbax is imported above
+# Orbax logs errors of its threads; asyncio logs errors of orbax's tasks, one for each array, when another one failed.
+for _logger in ("absl", "asyncio"):
+    logging.getLogger(_logger).addFilter(_is_not_raised)  # orbax is imported above, and with it absl's logger
 
 
 class Item(Protocol):
