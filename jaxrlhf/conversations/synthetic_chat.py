@@ -125,8 +125,9 @@ class SyntheticChat:
 
     def shows(self, tools: Sequence[ToolSchema]) -> bool:
         """Return True if the template shows the tools to the policy."""
-        text = self._text([*self.before([])[:-1]], tools)
-        return all(str(tool["function"]["name"]) in text for tool in tools)
+        with_tools, without = (self._text(self.before([])[:-1], shown) for shown in (tools, ()))
+        names = [str(tool["function"]["name"]) for tool in tools]
+        return all(with_tools.count(name) > without.count(name) for name in names)
 
     def default_system(self) -> str:
         """Return the text that the template writes by default before a chat without a system message."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.data.files.lines import lines_of
+from jaxrlhf.data.files.lines import LONGEST_LINE, content_of, lines_of, starts_as_list
 from jaxrlhf.data.files.tables import TABLES, narrow_fields, opened, whole_microseconds
 
 RECORDS = re.compile(r"\.(?:(?:jsonl|ndjson|json|csv|tsv)(?:\.gz|\.bz2|\.xz|\.zst)?|parquet|arrow)$")
@@ -237,7 +237,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         yield from _read_jsonl(path)
         return
     try:
-        records: list[Any] = json.loads(b"".join(lines_of(path)))
+        records: list[Any] = json.loads(content_of(path))
     except (ValueError, RecursionError) as error:
         raise Refusal(f"{path}: not valid JSON ({error}); expected a list of objects, or one object a line") from error
     for number, record in enumerate(records, start=1):
@@ -254,11 +254,12 @@ def _delimiter(name: str) -> str | None:
 
 def _read_csv(path: Path) -> Iterator[Row]:
     """Yield the rows of a CSV file, whose first line names the columns; cells are texts."""
-    csv.field_size_limit(2**31 - 1)
-    lines = (line.decode() for line in lines_of(path))
+    csv.field_size_limit(LONGEST_LINE)
+    # The mark of a file's encoding, before a quote, would make the quote a part of the first name.
+    lines = (line.decode("utf-8" if number else "utf-8-sig") for number, line in enumerate(lines_of(path)))
     reader = csv.reader(lines, delimiter=_delimiter(path.name) or ",", strict=True)
     try:
-        names = [name.removeprefix("\ufeff") for name in next(reader, [])]
+        names = next(reader, [])
         if len({*names, ""}) <= len(names):
             raise Refusal(f"{path}: the first line must name each column once, got {names!r:.80}")
         for number, cells in enumerate(filter(None, reader), start=1):
@@ -273,11 +274,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
 
 def _is_list(path: Path) -> bool:
     """Return True if a `.json` file holds one list, possibly over several lines."""
-    if not re.search(r"\.json(\.|$)", path.name):
-        return False
-    lines = (line.removeprefix(codecs.BOM_UTF8).strip() for line in lines_of(path))
-    first = next((line for line in lines if line), b"")
-    return first.startswith(b"[")
+    return bool(re.search(r"\.json(\.|$)", path.name)) and starts_as_list(path)
 
 
 def _check_record(record: Any, place: str) -> None:

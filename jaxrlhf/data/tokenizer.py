@@ -274,7 +274,8 @@ def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> 
         if text.endswith("\ufffd") and end < len(tokens) and end - read < _CHARACTER_BYTES:
             pieces.append("")
             continue
-        pieces.append(text[len(before) :])
+        # A cut character may change how the tokens before it are decoded: one replacement character for each byte.
+        pieces.append(text[len(before) :] if text.startswith(before) else "\ufffd")
         read = end
         recent = [place for place in starts if place > end - 2 * _PIECE_TOKENS]
         starts = [end] if text.endswith("\ufffd") else [*recent, end]  # a new window after bytes that are no character

@@ -141,8 +141,8 @@ class Executor:
             if key.data is None:
                 self._bell.recv(4096)
             else:
-                group, process = key.data
-                group.ready(process, events)
+                group, source = key.data
+                group.ready(source, events)
 
     def _end_groups(self) -> None:
         for group in self.groups:

@@ -99,10 +99,12 @@ class ProcessEnded:
     status: int
 
 
-def main(fd: int, parent: int, loader: str, folder: str) -> None:
+def main(fd: int, log: int, parent: int, loader: str, folder: str) -> None:
     """Serve the socket at `fd` until it closes or the process `parent` is gone.
 
     Args:
+      log: Descriptor of the log of the run. The standard streams of this process are a pipe to the run, which bounds
+        what the user code prints while it is imported.
       loader: `module:function`; the function receives the setup and returns a `Served`.
       folder: Folder for the temporary files of the processes, with the pickled setup in the file `SETUP`.
     """
@@ -119,7 +121,7 @@ def main(fd: int, parent: int, loader: str, folder: str) -> None:
         gc.collect()
         gc.freeze()  # garbage collection in a fork would write to, and so copy, the pages shared with this process
         control.send(dumps(CodeLoaded(dumps(served.about).decode())))
-        server = _Server(control, parent, served, loader, Path(folder))
+        server = _Server(control, log, parent, served, loader, Path(folder))
         try:
             server.run()
         finally:
@@ -140,8 +142,8 @@ def _load(loader: str, folder: Path) -> Served:
 class _Server:
     """Server loop that forks processes, kills them, and reports their ends."""
 
-    def __init__(self, control: Channel, parent: int, served: Served, loader: str, folder: Path) -> None:
-        self._control, self._parent, self._folder = control, parent, folder
+    def __init__(self, control: Channel, log: int, parent: int, served: Served, loader: str, folder: Path) -> None:
+        self._control, self._log, self._parent, self._folder = control, log, parent, folder
         self._served, self._loader = served, loader
         self._running: dict[int, ProcessOutput] = {}  # by process id
         self._outputs: dict[int, ProcessOutput] = {}  # by descriptor
@@ -202,7 +204,7 @@ class _Server:
 
     def _make(self, end: socket.socket) -> int:
         """Start a process that serves the requests of a socket, and return its id."""
-        output = ProcessOutput()
+        output = ProcessOutput(self._log)
         try:
             pid = self._start(end, output)
         except OSError:
@@ -238,6 +240,7 @@ class _Server:
             os.dup2(output.inlet, STDOUT)
             os.dup2(output.inlet, STDERR)
             os.close(output.inlet)
+            os.close(self._log)
             for one in (output, *self._running.values()):
                 one.close()
             signal.set_wakeup_fd(-1)

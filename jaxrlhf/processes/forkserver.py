@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
@@ -28,7 +29,7 @@ from jaxrlhf.processes.forking import (
     ProcessForked,
 )
 from jaxrlhf.processes.jobs import Code
-from jaxrlhf.processes.output import STDERR
+from jaxrlhf.processes.output import STDERR, ProcessOutput
 from jaxrlhf.processes.plain import loads
 
 LARGEST_MESSAGE = 1 << 24  # of the server
@@ -46,6 +47,10 @@ class ForkServer:
 
     Args:
       output: File that receives the output of the processes; None is the standard error stream.
+
+    Attributes:
+      control: Channel of the server.
+      output: Output of the server's own process, where the user code is imported.
     """
 
     def __init__(self, code: Code, output: Path | None) -> None:
@@ -55,23 +60,38 @@ class ForkServer:
         self._unsent: deque[bytes] = deque()
         (self._folder / SETUP).write_bytes(pickle.dumps(code.setup))
         ours, theirs = socket.socketpair()
+        log = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666) if output else os.dup(STDERR)
+        self._log, self.output = log, ProcessOutput(log)
         program = (
             f"import sys; sys.path[:] = {sys.path!r}; from jaxrlhf.processes.forking import main; "
-            f"main({theirs.fileno()}, {os.getpid()}, {code.loader!r}, {str(self._folder)!r})"
+            f"main({theirs.fileno()}, {log}, {os.getpid()}, {code.loader!r}, {str(self._folder)!r})"
         )
         # A function that uses JAX must not take the accelerator.
         own = {"JAX_PLATFORMS": "cpu", **code.environment, "TMPDIR": str(self._folder), MARK: self._mark}
-        with theirs, open(output, "ab") if output else nullcontext(STDERR) as sink:
+        try:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", program],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), log],
                 stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
+                stdout=self.output.inlet,
+                stderr=self.output.inlet,
                 env={**os.environ, **own},
                 start_new_session=True,  # not signaled with the group of the run, and killed together with its children
             )
+        except BaseException:
+            ours.close()
+            self.output.close()
+            os.close(log)
+            remove(self._folder)
+            raise
+        finally:
+            theirs.close()
+            os.close(self.output.inlet)
+        self._ended: str | None = None
         self.control = Channel(ours, largest=LARGEST_MESSAGE, blocking=False)
+
+    def fileno(self) -> int:
+        return self.control.fileno()
 
     @property
     def asked(self) -> int:
@@ -141,15 +161,24 @@ class ForkServer:
 
     def end(self, *, patience_s: float) -> str:
         """Wait `patience_s`, end the server and all its processes, and return a description of how the server ended."""
+        if self._ended is None:
+            self._ended = self._end(time.monotonic() + patience_s)
+        return self._ended
+
+    def _end(self, deadline_s: float) -> str:
         self.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience_s)
+        while self._process.poll() is None and time.monotonic() < deadline_s:
+            if not self.output.forward():  # a full pipe would keep the server from ending
+                time.sleep(0.01)
         left = descendants(self._process.pid, f"{MARK}={self._mark}".encode())
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         kill(left)  # descendants in other sessions
         remove(self._folder)
-        return how_it_ended(self._process.wait())
+        status = self._process.wait()
+        self.output.finish(self._process.pid)
+        os.close(self._log)
+        return how_it_ended(status)
 
 
 def how_it_ended(status: int) -> str:

@@ -36,16 +36,20 @@ class CountedOutput(io.FileIO):
 
 
 class ProcessOutput:
-    """Pipe from a process to the log, which is the standard error stream of this process.
+    """Pipe from a process to the log.
 
     The pipe also carries what C code and child processes print. The first `MOST_BYTES` bytes are passed on, and the
     rest is counted.
+
+    Args:
+      log: Descriptor of the log.
 
     Attributes:
       inlet: Descriptor that the process writes to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: int) -> None:
+        self._log = log
         self._outlet, self.inlet = os.pipe()
         os.set_blocking(self._outlet, False)
         self._passed, self._dropped = 0, 0
@@ -60,9 +64,9 @@ class ProcessOutput:
         except BlockingIOError:
             return False
         passed = data[: MOST_BYTES - self._passed]
-        _log(passed)
+        self._write(passed)
         if len(passed) < len(data) and not self._dropped:
-            _log(b"\nfurther output of this process is not logged\n")
+            self._write(b"\nfurther output of this process is not logged\n")
         self._passed += len(passed)
         self._dropped += len(data) - len(passed)
         return bool(data)
@@ -74,12 +78,12 @@ class ProcessOutput:
                 break
         self.close()
         if self._dropped:
-            _log(f"process {pid}: {self._dropped} bytes of its output, after {MOST_BYTES}, were not logged\n".encode())
+            dropped = f"{self._dropped} bytes of its output, after {MOST_BYTES}, were not logged"
+            self._write(f"process {pid}: {dropped}\n".encode())
 
     def close(self) -> None:
         os.close(self._outlet)
 
-
-def _log(text: bytes) -> None:
-    with suppress(OSError):  # a full disk must not end the server, and with it all processes
-        os.write(STDERR, text)
+    def _write(self, text: bytes) -> None:
+        with suppress(OSError):  # a full disk must not end the server, and with it all processes
+            os.write(self._log, text)

@@ -17,11 +17,13 @@ from jaxrlhf.processes.channel import Garbled
 from jaxrlhf.processes.forking import CodeLoaded, CodeRefused, ProcessEnded, ProcessForked
 from jaxrlhf.processes.forkserver import GRACE_S, MOST_FORKS, ForkServer, how_it_ended
 from jaxrlhf.processes.jobs import NUMBER, Answer, Code, CodeFailure, Idle, Job, Process, Split
+from jaxrlhf.processes.output import ProcessOutput
 from jaxrlhf.processes.plain import loads
 
 SLACK_S = 0.5  # after the limit, for async calls to be cancelled
 SHOW_S = 0.1  # for a process to print its stack before it is killed
 START_ATTEMPTS = 3  # consecutive starts of a fork server
+SERVER_S = 60.0  # for the fork server to start or end a process; code may stop it by a signal
 
 
 class WorkerGroup:
@@ -42,7 +44,7 @@ class WorkerGroup:
         self._due: deque[Process] = deque()
         self._free: dict[int, Process] = {}
         self._busy: set[Process] = set()
-        self._starts = 0
+        self._starts, self._server_due_s = 0, math.inf
         self._start_server()
 
     def submit(self, job: Job) -> None:
@@ -95,6 +97,7 @@ class WorkerGroup:
             except OSError as error:
                 self._fork_failed(str(error))
                 return
+            self._expect_server()
 
     def _fork_failed(self, why: str) -> None:
         """Fail the oldest waiting job, unless a busy process will take it later."""
@@ -130,11 +133,17 @@ class WorkerGroup:
             self._selector.modify(process.channel, events, key.data)
 
     def deadline_s(self) -> float:
-        """Return the earliest deadline of all busy processes."""
-        return min((process.end_s for process in self._busy if not process.ending), default=math.inf)
+        """Return the earliest deadline of all busy processes and of the fork server."""
+        busy_s = min((process.end_s for process in self._busy if not process.ending), default=math.inf)
+        return min(busy_s, self._server_due_s)
 
     def kill_late(self, now: float) -> None:
-        """Let processes that are past their deadlines print their stacks, and kill them a little later."""
+        """Let processes that are past their deadlines print their stacks, and kill them a little later.
+
+        A fork server past its deadline is replaced, with all its processes.
+        """
+        if self._server_due_s <= now:
+            self._restart_server()
         for process in [one for one in self._busy if one.end_s <= now and not one.ending]:
             if process.late:
                 self.kill(process)
@@ -148,8 +157,12 @@ class WorkerGroup:
         self._release(process)
         try:
             self._server.end_process(process.pid)
+            self._expect_server()
         except OSError:
             self._restart_server()
+
+    def _expect_server(self) -> None:
+        self._server_due_s = min(self._server_due_s, time.monotonic() + SERVER_S)
 
     def _release(self, process: Process) -> None:
         """Close the channel of a process; the process then ends itself."""
@@ -159,12 +172,18 @@ class WorkerGroup:
             self._selector.unregister(process.channel)
             process.channel.close()
 
-    def ready(self, process: Process | None, events: int) -> None:
-        """Handle messages of a process or, if `process` is None, of the fork server."""
-        if process is None:
+    def ready(self, source: Process | ForkServer | ProcessOutput, events: int) -> None:
+        """Handle what has arrived from a process or the fork server, or the output of the fork server."""
+        if isinstance(source, ForkServer):
             self._receive_from_server()
-        if process is None or process.ending:
-            return
+        elif isinstance(source, ProcessOutput):
+            # The output of an earlier server is closed.
+            if source is self._server.output and not source.forward():  # nothing has the pipe open any more
+                self._selector.unregister(source)
+        elif not source.ending:
+            self._serve(source, events)
+
+    def _serve(self, process: Process, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
                 self._watch(process)
@@ -225,6 +244,9 @@ class WorkerGroup:
                     case ProcessEnded(pid, status):
                         if (process := self.processes.pop(pid, None)) is not None:
                             self._handle_exit(process, how_it_ended(status))
+                self._server_due_s = math.inf
+                if self._server.asked or any(process.ending for process in self._busy):
+                    self._expect_server()
         except (EOFError, OSError, Garbled):
             self._restart_server()
 
@@ -260,15 +282,19 @@ class WorkerGroup:
 
     def _start_server(self) -> None:
         self._server = ForkServer(self.code, self._output)
-        self._selector.register(self._server.control, selectors.EVENT_READ, (self, None))
+        for source in (self._server, self._server.output):
+            self._selector.register(source, selectors.EVENT_READ, (self, source))
 
     def _restart_server(self) -> None:
         """Start another fork server after the last one died; its worker processes are gone with it."""
-        self._selector.unregister(self._server.control)
+        for source in (self._server, self._server.output):
+            with suppress(KeyError):  # nothing prints any more
+                self._selector.unregister(source)
         ended = self._server.end(patience_s=0.0)
         self._starts += 1
         if self.about is None or self._starts >= START_ATTEMPTS:
             raise Refusal(f"{self.code.name}: the process that loads it {ended}; its output says why")
+        self._server_due_s = math.inf
         gone, self.processes = self.processes, {}
         self._start_server()
         for process in gone.values():

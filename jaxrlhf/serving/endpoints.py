@@ -1,5 +1,6 @@
 """Completion endpoints: from a request to its sampled choices, as one answer or as a stream of events."""
 
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -178,9 +179,9 @@ def _check_shown(form: ChatFormat, name: str, request: ChatRequest) -> None:
     """Refuse tools that neither the chat template nor a message shows to the policy."""
     if not request.tools or form.family == "embedded" or form.synthetic.shows(request.tools):
         return  # the embedded tokenizer's calls are GSM8K's calculator calls, and its prompts show no tools
-    prompt = form.template.render(form.template_messages(request.messages), request.tools, open_reply=True)
-    hidden = [called for tool in request.tools if (called := str(tool["function"]["name"])) not in prompt]
-    if hidden:
+    told = "\n".join(str(message.get("content", "")) for message in request.messages)
+    names = [str(tool["function"]["name"]) for tool in request.tools]
+    if hidden := [called for called in names if not re.search(rf"(?<!\w){re.escape(called)}(?!\w)", told)]:
         raise unsupported(
             f"the chat template of {name} shows no tools, and no message names {', '.join(hidden)}; describe "
             "them in the system's message",

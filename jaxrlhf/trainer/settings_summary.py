@@ -13,7 +13,7 @@ from jaxrlhf.workers.summary import SummaryRow
 _SHOWN = 5
 """Maximum number of a split's malformed records that the table shows."""
 _READ = 1000
-"""Maximum number of reference answers that are checked before the start."""
+"""Maximum number of reference answers of a split that are checked before the start."""
 
 
 def settings_rows(
@@ -70,15 +70,18 @@ def _held_out_rows(config: Config, data: RunData) -> list[SummaryRow]:
 def _reference_rows(config: Config, data: RunData) -> list[SummaryRow]:
     """Build the rows of reference answers that `MathReward` can only compare as text."""
     parts = [part for parts in (config.rewards.parts, *config.source_rewards.values()) for part in parts]
-    parts += [part.correct for part in parts if isinstance(part, CosineLengthReward)]
-    if not any(isinstance(part, MathReward) for part in parts):
-        return []
-    answers = [problem.answer for problem in data.train.problems[:_READ] if problem.answer is not None]
-    texts = read_as_text(answers)
-    if not texts:
-        return []
-    what = f"such as {texts[0][:60]!r}: MathReward accepts only responses with the same text"
-    return [("data", "references read as text", f"{len(texts)} of {len(answers)} checked", what)]
+    splits = [("references", parts, data.train.problems), ("held-out references", parts, data.held_out)]
+    splits += [(f"references of set {one.settings.name}", one.settings.rewards, one.problems) for one in data.sets]
+    rows: list[SummaryRow] = []
+    for name, rewards, problems in splits:
+        rewards = [*rewards, *(part.correct for part in rewards if isinstance(part, CosineLengthReward))]
+        if not any(isinstance(part, MathReward) for part in rewards):
+            continue
+        answers = [problem.answer for problem in problems[:_READ] if problem.answer is not None]
+        if texts := read_as_text(answers):
+            what = f"such as {texts[0][:60]!r}: MathReward accepts only responses with the same text"
+            rows.append(("data", f"{name} read as text", f"{len(texts)} of {len(answers)} checked", what))
+    return rows
 
 
 def _selection_rows(data: RunData) -> list[SummaryRow]:

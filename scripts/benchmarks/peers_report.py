@@ -79,6 +79,9 @@ class Target:
 
 
 TARGETS = (
+    *(Target(name, "step_s", 0.6) for name in ("smollm2_grpo", "smollm2_ppo")),
+    *(Target(name, "update_s", 0.8) for name in ("smollm2_sft", "smollm2_dpo")),
+    *(Target(name, "peak_rss_mb", 1.0) for name in ("smollm2_grpo", "smollm2_ppo", "smollm2_sft", "smollm2_dpo")),
     Target("fixed", "step_s", 0.55),
     Target("fixed", "generated_tokens_per_s", 2.5),
     Target("fixed", "peak_rss_mb", 0.5),

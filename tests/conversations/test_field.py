@@ -133,12 +133,14 @@ def test_json_that_calls_a_tool_is_a_call(text, content, calls, malformed):
 @pytest.mark.parametrize("tools", [(), F], ids=["plain", "tools"])
 def test_an_answer_in_brackets_is_an_answer(name, tools):
     text = "[see above (again)]"
-    assert words(of_form(name, text, tools)) == ("", text, [])
+    reply = of_form(name, text, tools)
+    assert (*words(reply), reply.malformed) == ("", text, [], ())
 
 
 def test_without_tools_a_call_is_content():
     text = "To call a tool the model writes <tool_call>JSON</tool_call>."
-    assert words(read("qwen3", text)) == ("", text, [])
+    reply = read("qwen3", text)
+    assert (*words(reply), reply.malformed) == ("", text, [], ())
     assert words(read("qwen3", '<tool_call>{"name": "f"}</tool_call>', F)) == ("", "", [("f", {})])
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from chat_families import FAMILIES, TEMPLATES, small_tokenizer, tokenizer_of
+from chat_families import FAMILIES, TEMPLATES, chatml, small_tokenizer, tokenizer_of
 
 from jaxrlhf.agent_loop.prompts import EpisodePrompts
 from jaxrlhf.config import Environment, PairFile, PromptFile, Refusal
@@ -151,12 +151,30 @@ def with_call(call):
     ]
 
 
-@pytest.mark.parametrize("name", ["mistral", "llama 3.1", "gemma 4", "qwen3", "lfm2", "qwen2.5", "gpt-oss"])
+NAMES_OF_CALLS = ("mistral", "llama 3.1", "gemma 4", "qwen3", "lfm2", "qwen2.5", "gpt-oss", "qwen3.5", "glm 4.5")
+
+
+@pytest.mark.parametrize("name", NAMES_OF_CALLS)
 def test_arguments_as_json_text_are_written_as_the_object(name):
     ids, mask = demonstrated(name, with_call(AS_TEXT), [ADD])
     assert (ids, mask) == demonstrated(name, with_call(CALL), [ADD])
     imitated = tokenizer_of(name).decode([id for id, own in zip(ids, mask, strict=True) if own])
     assert '"{' not in imitated and "{{" not in imitated and "add" in imitated
+
+
+def test_a_demonstration_of_calls_is_learned_as_the_template_writes_it():
+    """Written by hand from the templates of Qwen3.5 and GLM 4.5, and from GLM's end of a turn by `<|endoftext|>`."""
+
+    def imitated(name):
+        ids, mask = demonstrated(name, with_call(AS_TEXT), [ADD])
+        return tokenizer_of(name).decode([id for id, own in zip(ids, mask, strict=True) if own])
+
+    parameters = "<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
+    call = f"<tool_call>\n<function=add>\n{parameters}</function>\n</tool_call><|im_end|>"
+    assert imitated("qwen3.5") == f"\n</think>\n\n{call}\n</think>\n\nSo 3.<|im_end|>"
+    glm = imitated("glm 4.5")
+    assert "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>" in glm
+    assert glm.endswith("So 3.<|endoftext|>") and glm.count("<|endoftext|>") == 2
 
 
 @pytest.mark.parametrize(
@@ -221,10 +239,11 @@ def asked(*, call=None, answer=None):
     return {"prompt": [*told, {"role": "user", "content": "Well?"}], "solution": "So."}
 
 
-@pytest.mark.parametrize("name", ["phi 3.5", "gemma 3"])
+@pytest.mark.parametrize("name", ["phi 3.5", "gemma 3", "chatml"])
 def test_calls_that_the_template_drops_from_a_prompt_are_refused(tmp_path, name):
+    tokenizer = chatml() if name == "chatml" else tokenizer_of(name)
     with pytest.raises(Refusal, match="shows no calls of tools"):
-        load(tmp_path, tokenizer_of(name), asked(call=CALL))
+        load(tmp_path, tokenizer, asked(call=CALL))
 
 
 def test_tool_messages_that_the_template_drops_from_a_prompt_are_refused(tmp_path):

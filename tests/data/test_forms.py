@@ -1,6 +1,7 @@
 """Forms of data files: narrow floats, times, JSON, folders and cards, compared with `datasets`."""
 
 import bz2
+import codecs
 import functools
 import gzip
 import json
@@ -71,6 +72,9 @@ def test_times_of_nanoseconds_need_no_pandas(tmp_path):
             "when": pa.array([ns], pa.timestamp("ns")),
             "took": pa.array([1_000_001_001], pa.duration("ns")),
             "each": pa.array([[{"at": ns}]], pa.list_(pa.struct([("at", pa.timestamp("ns", "UTC"))]))),
+            "large": pa.array([[ns]], pa.large_list(pa.timestamp("ns"))),
+            "fixed": pa.array([[ns, ns]], pa.list_(pa.timestamp("ns"), 2)),
+            "map": pa.array([[("a", ns)]], pa.map_(pa.string(), pa.timestamp("ns"))),
             "whole": pa.array([ns // 1000], pa.timestamp("us")),
             "answer": ["1"],
         }
@@ -110,6 +114,34 @@ def test_json_is_read_in_all_forms(tmp_path, name):
     assert answers(PromptFile(str(tmp_path / name))) == ["2", "4"]
     rows = [*read_rows(tmp_path / name)]
     assert [row.record for row in rows] == RECORDS
+    for row in rows:
+        path, _, number = row.source.rpartition("#")
+        assert record_at(path, int(number)) == row.record
+
+
+CELLS = b'prompt,answer\r\n1+1?,007\r\n"a ""b""\nc, d",1.10\r\n'
+CELL_RECORDS = [{"prompt": "1+1?", "answer": "007"}, {"prompt": 'a "b"\nc, d', "answer": "1.10"}]
+TABS = CELLS.replace(b",", b"\t").replace(b"c\t", b"c,")
+QUOTED = codecs.BOM_UTF8 + CELLS.replace(b"prompt,answer", b'"prompt","answer"')
+CELL_KINDS = {
+    "a.csv": CELLS,
+    "newline.csv": CELLS.replace(b"\r\n", b"\n"),
+    "mark.csv": codecs.BOM_UTF8 + CELLS,
+    "quoted.csv": QUOTED,
+    "a.tsv": TABS,
+    "a.csv.gz": gzip.compress(QUOTED),
+    "a.csv.bz2": bz2.compress(CELLS),
+    "a.tsv.xz": lzma.compress(TABS),
+    "a.csv.zst": zstandard(CELLS),
+}
+
+
+@pytest.mark.parametrize("name", CELL_KINDS)
+def test_cells_of_csv_stay_texts(tmp_path, name):
+    (tmp_path / name).write_bytes(CELL_KINDS[name])
+    assert answers(PromptFile(str(tmp_path / name))) == ["007", "1.10"]
+    rows = [*read_rows(tmp_path / name)]
+    assert [row.record for row in rows] == CELL_RECORDS
     for row in rows:
         path, _, number = row.source.rpartition("#")
         assert record_at(path, int(number)) == row.record
@@ -241,6 +273,11 @@ def test_json_of_a_split_is_read_unless_there_is_jsonl(tmp_path):
     assert answers(HubData(str(tmp_path))) == ["train.json"]
     folder(tmp_path, ["train.jsonl", "dataset_info.json"])
     assert answers(HubData(str(tmp_path))) == ["train.jsonl"]
+    (tmp_path / "cells").mkdir()
+    (tmp_path / "cells/train.csv").write_bytes(CELLS)
+    assert answers(HubData(str(tmp_path / "cells"))) == ["007", "1.10"]
+    folder(tmp_path / "cells", ["train.jsonl"])
+    assert answers(HubData(str(tmp_path / "cells"))) == ["train.jsonl"]
 
 
 def test_data_sets_saved_to_disk_are_read(tmp_path):
@@ -289,14 +326,19 @@ def test_a_damaged_list_of_a_saved_data_set_is_named(tmp_path, text):
         record_files(str(tmp_path))
 
 
+def packed(text, suffix):
+    """Compressed text."""
+    xz = functools.partial(lzma.compress, preset=0)  # others take a dictionary of 8 MB
+    zstd = pa.Codec("zstd").compress
+    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": xz, ".zst": lambda text: bytes(zstd(text))}
+    return pack[suffix](text)
+
+
 @pytest.mark.parametrize("suffix", lines.COMPRESSED)
 def test_a_long_line_of_a_small_compressed_file_is_refused_before_all_of_it_is_unpacked(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(lines, "LONGEST_LINE", 1 << 16)
     path, text = tmp_path / f"a.jsonl{suffix}", b'{"a": "' + b"x" * (1 << 24) + b'"}\n'
-    zstd = pa.Codec("zstd").compress
-    xz = functools.partial(lzma.compress, preset=0)  # others take a dictionary of 8 MB
-    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": xz, ".zst": lambda text: bytes(zstd(text))}
-    path.write_bytes(pack[suffix](b'{"a": "x"}\n' + text))
+    path.write_bytes(packed(b'{"a": "x"}\n' + text, suffix))
     assert path.stat().st_size < 1 << 15
     tracemalloc.start()
     try:
@@ -304,6 +346,23 @@ def test_a_long_line_of_a_small_compressed_file_is_refused_before_all_of_it_is_u
         assert next(unpacked) == b'{"a": "x"}\n'
         with pytest.raises(Refusal, match="a line has more than 65536 bytes once it is unpacked"):
             next(unpacked)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("suffix", lines.COMPRESSED)
+def test_a_large_list_of_a_small_compressed_file_is_refused_before_all_of_it_is_unpacked(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(lines, "LARGEST_LIST", 1 << 16)
+    short, long = (tmp_path / f"{name}.json{suffix}" for name in ("short", "long"))
+    record = b'{"a": "x"},\n'
+    for path, count in ((short, 1000), (long, 1 << 20)):
+        path.write_bytes(packed(b"\n [\n" + count * record + b'{"a": "y"}]', suffix))
+    assert [row.record["a"] for row in read_rows(short)] == [*"x" * 1000, "y"]
+    tracemalloc.start()
+    try:
+        with pytest.raises(Refusal, match=r"long\.json.*the list has more than 65536 bytes once it is unpacked"):
+            next(read_rows(long))
         assert tracemalloc.get_traced_memory()[1] < 1 << 22
     finally:
         tracemalloc.stop()

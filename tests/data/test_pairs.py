@@ -44,6 +44,17 @@ def write(path, records):
     return str(path)
 
 
+def test_a_margin_may_be_a_cell_of_a_csv_file(load, tmp_path):
+    file = tmp_path / "pairs.csv"
+    file.write_text("prompt,chosen,rejected,gap\n2+2?,4,5,0.5\n")
+    [pair] = load(PairFile(str(file), margin_key="gap")).problems
+    assert pair.margin == 0.5
+    for cell in ("high", "nan", ""):
+        file.write_text(f"prompt,chosen,rejected,gap\n2+2?,4,5,{cell}\n")
+        with pytest.raises(ValueError, match=r"pairs\.csv, line 2: 'gap' must be a finite number"):
+            load(PairFile(str(file), margin_key="gap"))
+
+
 @pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.jsonl.gz"])
 def test_dialogues_share_all_turns_except_the_last(name, load, tokenizer, tmp_path):
     [pair] = load(PairFile(write(tmp_path / name, [HH]))).problems

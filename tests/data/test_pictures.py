@@ -78,6 +78,8 @@ def test_a_rotated_image_is_read_upright(seeing, tmp_path, orientation, kind):  
     for seen in (from_file, from_url, pixels_of(seeing, tmp_path / "train.parquet")):
         np.testing.assert_array_equal(seen, np.asarray(load_image(str(tmp_path / "one.img"))))
         assert seen.shape == ((42, 28, 3) if orientation > 4 else (28, 42, 3))
+    # As a client of the server or an agent sends it; patches have 7 pixels.
+    assert seeing[1].refer(url_of(content), place="x").grid == ((1, 6, 4) if orientation > 4 else (1, 4, 6))
     red = {1: (0, 0), 2: (0, -1), 3: (-1, -1), 4: (-1, 0), 5: (0, 0), 6: (0, -1), 7: (-1, -1), 8: (-1, 0)}[orientation]
     assert from_file[red][0] > 200 and from_file[red][1] < 60
 

@@ -1,6 +1,7 @@
 """Checkpoints in MXFP4 and float8: read as the numbers that transformers dequantises them to."""
 
 import json
+import re
 
 import jax
 import ml_dtypes
@@ -84,6 +85,9 @@ def test_other_quantisations_are_refused(tmp_path):
     quantised(directory, build("llama").state_dict(), quant_method="fp8", weight_block_size=[96, 96])
     with pytest.raises(ValueError, match=r"weight_block_size=\[96, 96\]; block sizes must be powers of two"):
         models.read_config(directory)
-    quantised(directory, build("llama").state_dict(), quant_method="awq")
-    with pytest.raises(ValueError, match=r"quantization_config=.*'awq'.*; supported are mxfp4 and fp8"):
-        models.read_config(directory)
+    bits = {"load_in_4bit": True}
+    for other in ({"quant_method": "awq"}, {"quant_method": "bitsandbytes"} | bits, bits):
+        quantised(directory, build("llama").state_dict(), **other)
+        words = rf"quantization_config=.*{re.escape(str(next(iter(other.values()))))}.*; supported are mxfp4 and fp8"
+        with pytest.raises(ValueError, match=words):
+            models.read_config(directory)

@@ -213,6 +213,9 @@ def test_what_is_no_gguf_file_or_not_there(tmp_path):
 
 def test_a_folder_with_only_gguf_files_names_them(tmp_path):
     write_kind(tmp_path / "b.gguf", "llama")
+    assert f"has 1 .gguf file and no config.json; use the path of a file, such as {tmp_path / 'b.gguf'}" in refusal_of(
+        tmp_path
+    )
     (tmp_path / "c.gguf").touch()
     said = refusal_of(tmp_path)
     assert "2 .gguf files" in said and str(tmp_path / "b.gguf") in said

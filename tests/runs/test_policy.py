@@ -20,7 +20,16 @@ from tiny_runs import get_config, records, write_policy
 
 from jaxrlhf import models
 from jaxrlhf.checkpoint import Checkpoints, convert
-from jaxrlhf.config import Lora, Pretrained, PromptFile, Refusal
+from jaxrlhf.config import (
+    Evaluation,
+    EvaluationSet,
+    Lora,
+    MathReward,
+    Pretrained,
+    PromptFile,
+    Refusal,
+    Rewards,
+)
 from jaxrlhf.models import read_config
 from jaxrlhf.tracking import CompileCounter
 from jaxrlhf.trainer.evaluation import pass_at_k
@@ -44,6 +53,28 @@ def test_dry_run_prints_the_settings_and_does_nothing(tmp_path, monkeypatch, cap
     shown = capsys.readouterr().out
     for words in ("PPO", "8 prompts x 2", "2 updates", "1 x 1 x 1", "4 x 240 tokens", "of 200 dropped as too long"):
         assert words in shown
+
+
+def test_dry_run_counts_the_references_that_can_only_be_compared_as_text(tmp_path, capsys):
+    plain, formulas = ["7"] * 8, ["7", r"\int_0^1 x\,dx"] * 4
+    sets = (
+        EvaluationSet("sums", PromptFile("-", evaluation=str(tmp_path / "formulas.jsonl")), rewards=(MathReward(),)),
+        EvaluationSet("plain", PromptFile("-", evaluation=str(tmp_path / "plain.jsonl")), rewards=(MathReward(),)),
+    )
+    for name, given in (("plain", plain), ("formulas", formulas)):
+        lines = (json.dumps({"prompt": f"{n}?", "answer": answer}) + "\n" for n, answer in enumerate(given))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    config = replace(get_config(), rewards=Rewards((MathReward(),)), evaluation=Evaluation(sets=sets))
+    for train, evaluation in (("plain", "formulas"), ("formulas", "plain")):
+        data = PromptFile(str(tmp_path / f"{train}.jsonl"), evaluation=str(tmp_path / f"{evaluation}.jsonl"))
+        run(replace(config, data=data, cold_start=None), dry_run=True)
+        shown = [line for line in capsys.readouterr().out.splitlines() if "read as text" in line]
+        other = "held-out references" if train == "plain" else "references"
+        assert [line.split("read as text")[0].split("  ")[-1].strip() for line in shown] == [
+            other,
+            "references of set sums",
+        ]
+        assert all("4 of 8 checked" in line and "MathReward accepts only responses" in line for line in shown)
 
 
 def test_dry_run_of_a_checkpoint_reads_no_weights(tmp_path, capsys):

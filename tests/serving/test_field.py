@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from chat_families import small_tokenizer, tokenizer_of
+from chat_families import chatml, small_tokenizer, tokenizer_of
 from scripted_models import Api
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -150,6 +150,13 @@ def test_pieces_join_to_the_text(text):
         assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
 
 
+def test_pieces_of_a_cut_character_are_one_replacement():
+    tokenizer, vocabulary = with_byte_tokens()
+    for text, cut in (("é😀日", 1), ("é😀日", 2), ("日", 1), ("hello 日本語日本語", 2)):
+        tokens = byte_ids(vocabulary, text)[:-cut]
+        assert "".join(pieces_of(tokens, decoder(tokenizer))) == f"{text[:-1]}\ufffd"
+
+
 @pytest.mark.parametrize("text", ["日本", "é", "😀", "plain words"])
 def test_bytes_of_logprobs_join_to_the_text(text):
     for tokenizer in (embedded_tokenizer(), tokenizer_of("qwen3")):
@@ -219,11 +226,24 @@ def test_tool_calls_are_rendered_in_the_policys_form_if_the_template_omits_them(
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert f"<|assistant|>\n{call}<|end|>\n<|user|>\n3<|end|>\n<|assistant|>\n" in api.prompt()
     assert Api(tokenizer_of("qwen2.5"), "So.").chat(asked()).status_code == 200
+    api = Api(chatml(), "So.")
+    assert api.chat(asked()).status_code == 200
+    turns = f"<|im_start|>assistant\n{call}<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+    assert api.prompt().endswith(turns)
 
 
-@pytest.mark.parametrize("name", ["phi 3.5", "gemma 3", "deepseek v3"])
+@pytest.mark.parametrize("name", ["user", "s", "im_start", "ans"])
+def test_a_tool_is_not_shown_because_other_text_spells_its_name(name):
+    """Roles, control tokens and words of the template and of messages are no description of a tool."""
+    for tokenizer in (tokenizer_of("phi 3.5"), chatml()):
+        answer = Api(tokenizer, "So.").chat([{"role": "user", "content": "Has this an answer?"}], tools=[tool(name)])
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+    assert Api(tokenizer_of("qwen3"), "So.").chat(tools=[tool(name)]).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["phi 3.5", "gemma 3", "deepseek v3", "chatml"])
 def test_tools_absent_from_the_prompt_are_refused(name):
-    api = Api(tokenizer_of(name), "So.")
+    api = Api(chatml() if name == "chatml" else tokenizer_of(name), "So.")
     answer = api.chat(tools=[tool("get_weather")])
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
     told = [{"role": "user", "content": "You may call get_weather(). Hi"}]

@@ -177,6 +177,14 @@ def tokenizer_for(family: Family, extra: tuple[str, ...] = ()) -> PreTrainedToke
     return small_tokenizer((*family.special, *extra), family.tags, template)
 
 
+def chatml() -> PreTrainedTokenizerFast:
+    """Tokenizer with a template that writes role and content of each message and nothing else, as SmolLM2's does."""
+    message = "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    opening = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    template = "{% for message in messages %}" + message + "{% endfor %}" + opening
+    return small_tokenizer(("<|endoftext|>", "<|im_end|>", "<|im_start|>"), (), template)
+
+
 @cache
 def small_tokenizer(special: tuple[str, ...], tags: tuple[str, ...], template: str) -> PreTrainedTokenizerFast:
     """Byte-level BPE of 500 tokens, with more of its own."""

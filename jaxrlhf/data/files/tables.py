@@ -52,6 +52,12 @@ def _in_microseconds(kind: Any) -> Any:
         return pyarrow.time64("us") if types.is_time(kind) else pyarrow.duration("us")
     if types.is_struct(kind):
         return pyarrow.struct([field.with_type(_in_microseconds(field.type)) for field in kind])
-    if types.is_list(kind):
-        return pyarrow.list_(kind.value_field.with_type(_in_microseconds(kind.value_type)))
+    if types.is_map(kind):
+        key, item = _in_microseconds(kind.key_type), _in_microseconds(kind.item_type)
+        return pyarrow.map_(key, kind.item_field.with_type(item))
+    if types.is_fixed_size_list(kind):
+        return pyarrow.list_(kind.value_field.with_type(_in_microseconds(kind.value_type)), kind.list_size)
+    if types.is_list(kind) or types.is_large_list(kind):
+        made = pyarrow.list_ if types.is_list(kind) else pyarrow.large_list
+        return made(kind.value_field.with_type(_in_microseconds(kind.value_type)))
     return kind

@@ -53,7 +53,8 @@ def _check_no_gguf_alone(directory: Path) -> None:
     files = sorted(directory.glob(f"*{GGUF}"))
     if files and not (directory / "config.json").is_file():
         raise Refusal(
-            f"{directory} has {len(files)} {GGUF} files and no config.json; use the path of a file, such as {files[0]}"
+            f"{directory} has {len(files)} {GGUF} file{'s' * (len(files) > 1)} and no config.json; use the path of a "
+            f"file, such as {files[0]}"
         )
 
 

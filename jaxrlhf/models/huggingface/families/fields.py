@@ -89,14 +89,14 @@ class Fields:
                 raise self.error(
                     f"{name}={self._given[name]!r}", f"the {self._family} decoder does not support this setting"
                 )
-        method = (self._given.get("quantization_config") or {}).get("quant_method", _DEQUANTISED[0])
-        if method not in (*_DEQUANTISED, *_PLAIN):
+        quantised = self._given.get("quantization_config")
+        if quantised and quantised.get("quant_method") not in (*_DEQUANTISED, *_PLAIN):
             raise self.error(
-                f"quantization_config={self._given['quantization_config']!r}",
+                f"quantization_config={quantised!r}",
                 f"supported are {' and '.join(_DEQUANTISED)}, which are dequantized; use another checkpoint in "
                 "bfloat16",
             )
-        block = (self._given.get("quantization_config") or {}).get("weight_block_size") or ()
+        block = (quantised or {}).get("weight_block_size") or ()
         if any(size & (size - 1) for size in block):
             raise self.error(f"weight_block_size={block}", "block sizes must be powers of two")
         unknown = self._given.keys() - self._asked - _HARMLESS - _OFF - {"quantization_config"}
