@@ -47,6 +47,9 @@ _ROUND_TOKENS = 64
 WORTH_SHARING = 0.1
 """Minimum share of tokens that sharing prompts has to save; attention rows cost about half of that."""
 
+WORTH_A_PROGRAM = 0.1
+"""Minimum share of a batch's tokens, padding included, that a smaller program for its last microbatch has to save."""
+
 
 def microbatch_shape_of(
     rows: int,
@@ -101,20 +104,25 @@ def microbatch_shape_of(
     return MicrobatchShape(kept, row_tokens * (size // kept))
 
 
+_TILE_COST, _COPY_COST = 1.5, 128
+"""Cost of a score in a tile, and of copying a token, in scores of whole sequences."""
+
+
 def _attends_in_rows(shared: int, responses: int, own: int) -> bool:
     """Return True if attention in rows computes no more scores than attention on copied sequences.
 
-    On CPU an update of SmolLM2 took 0.88 of the seconds with 0.9 times the scores, the same with 1.0 times, and 1.1
-    of the seconds with 1.4 times.
+    A tile of queries computes the scores of all tiles that hold a key of its prompt, or of its sequences up to its end.
+    The costs are of updates of SmolLM2 on CPU. With 8 responses of 19 tokens to prompts of 57, attention in rows took
+    0.88 (AMD EPYC) and 1.0 (Intel Xeon) of the seconds; with 4 responses of 128 tokens to prompts of 175, 1.0 and 1.14.
 
     Args:
       shared: Tokens of a prompt without the last.
       own: Tokens of a response plus the last token of its prompt.
     """
     longest, tile, block = shared + own, SHARED_TILE, SHORTEST_BLOCK
-    in_rows = shared * (shared / 2 + tile) + responses * own * (shared + own / 2 + tile)
-    copied = responses * longest * (longest / 2 + block / 2)
-    return in_rows <= copied
+    in_rows = shared * (shared / 2 + tile) + responses * own * (shared + own / 2 + 2.5 * tile)
+    copied = responses * longest * (longest / 2 + block / 2 + _COPY_COST)
+    return _TILE_COST * in_rows <= copied
 
 
 def _row_counts(rows: int, stages: int) -> set[int]:

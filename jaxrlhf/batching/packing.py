@@ -6,7 +6,7 @@ or runs on the packed row with the prompt and sequence of each token. The positi
 its results, so callers do not see the packing: arrays go in and come back as `[B, T]`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from itertools import repeat
 from typing import Any
@@ -18,7 +18,13 @@ from flax import struct
 from jaxrlhf.batch import Array, Sequences
 from jaxrlhf.batching.attention_rows import AttentionPlaces
 from jaxrlhf.batching.image_places import ImagePlaces
-from jaxrlhf.batching.microbatch import WORTH_SHARING, microbatch_shape_of, sizes_of
+from jaxrlhf.batching.microbatch import (
+    WORTH_A_PROGRAM,
+    WORTH_SHARING,
+    MicrobatchShape,
+    microbatch_shape_of,
+    sizes_of,
+)
 from jaxrlhf.batching.placed_units import place_units
 from jaxrlhf.batching.shared_prompts import shared_prefixes
 from jaxrlhf.models.attention.score_mod import SharedTokens
@@ -119,6 +125,7 @@ class Packing:
         rows, width = shape.rows * devices, shape.row_tokens
         self._sequences, self._shape = sequences, np.shape(sequences.token_BT)
         self._packed_shape = (self.microbatches, rows, width)
+        self._devices = devices
         self._row_B, prompt_B, own_B = np.zeros((3, len(length_B)), np.int64)
         self._segment_B = np.zeros(len(length_B), np.int32)
         taken = np.zeros(int(row_U.max(initial=-1)) + 1, np.int32)
@@ -137,6 +144,9 @@ class Packing:
             count, room = self.microbatches * rows, [] if patch_room is None else patch_room
             places = ImagePlaces(vision, sequences.images_B, self._row_B, rows=count, room=room, agree=agree)
             self._images = places if places.any else None
+        self._trimmed = [shape] * self.microbatches
+        if self._images is None:
+            self._trimmed = self._trim_shapes(shape, sizes, agree)
         self._attention: AttentionPlaces | None = None
         self._in_rows = bool(shares) and in_rows and shape.attends_in_rows
         if shares and not self._in_rows:
@@ -150,6 +160,24 @@ class Packing:
                 agree=agree,
             )
 
+    def _trim_shapes(
+        self, shape: MicrobatchShape, sizes: Sequence[MicrobatchShape], agree: Callable[[np.ndarray], np.ndarray]
+    ) -> list[MicrobatchShape]:
+        """Return the smallest size that holds each microbatch's tokens, if this saves enough for further programs."""
+        used_M2 = np.ones((self.microbatches, 2), np.int64)
+        rows, width = shape.rows, shape.row_tokens
+        row, place = np.divmod(self._target, width)
+        index = row // (rows * self._devices)
+        np.maximum.at(used_M2[:, 0], index, row % rows + 1)
+        np.maximum.at(used_M2[:, 1], index, place + 1)
+        smaller = [size for size in sizes if size.rows <= rows and size.row_tokens <= width]
+        found = [
+            next((size for size in smaller if size.rows >= used and size.row_tokens >= tokens), shape)
+            for used, tokens in agree(used_M2).tolist()
+        ]
+        saved = 1 - sum(size.tokens for size in found) / (shape.tokens * self.microbatches)
+        return found if saved >= WORTH_A_PROGRAM else [shape] * self.microbatches
+
     def pack(self, array_BT: Array) -> np.ndarray:
         """Pack `[B, T]` to `[microbatches, R, W]`; padding is 0. A shared token has the value of one of its copies."""
         array_BT = np.asarray(array_BT)
@@ -158,11 +186,24 @@ class Packing:
         packed[self._target] = array_BT[self._source]
         return packed.reshape(*self._packed_shape, *more)
 
-    def unpack(self, packed: Array) -> np.ndarray:
-        """Unpack `[microbatches, R, W, ...]` to `[B, T, ...]`, 0 from each length on."""
-        more = np.shape(packed)[3:]
-        flat = np.asarray(packed).reshape(-1, *more)
-        array_BT = np.zeros((*self._shape, *more), flat.dtype)
+    def trim(self, array_RW: Array, index: int) -> np.ndarray:
+        """Return the rows and columns of a microbatch's `[R, W, ...]` array that its program computes."""
+        shape = self._trimmed[index]
+        by_device = np.asarray(array_RW).reshape(self._devices, -1, *np.shape(array_RW)[1:])
+        return by_device[:, : shape.rows, : shape.row_tokens].reshape(-1, shape.row_tokens, *np.shape(array_RW)[2:])
+
+    def unpack(self, packed: Sequence[Array]) -> np.ndarray:
+        """Unpack each microbatch's `[R, W, ...]`, whole or trimmed, to `[B, T, ...]`, 0 from each length on."""
+        more, dtype = np.shape(packed[0])[2:], np.asarray(packed[0]).dtype
+        whole = np.zeros(
+            (self.microbatches, self._devices, self._packed_shape[1] // self._devices, self._packed_shape[2], *more),
+            dtype,
+        )
+        for part, whole_DRW in zip(packed, whole, strict=True):
+            by_device = np.asarray(part).reshape(self._devices, -1, *np.shape(part)[1:])
+            whole_DRW[:, : by_device.shape[1], : by_device.shape[2]] = by_device
+        flat = whole.reshape(-1, *more)
+        array_BT = np.zeros((*self._shape, *more), dtype)
         array_BT[self._source] = flat[self._target]
         return array_BT
 
@@ -193,7 +234,9 @@ class Packing:
             each = self._packed_shape[1]
             images = self._images.rows(self._length_B, self._shape[1], self.pack, self._pixels, each=each)
         for index, shared, seen in zip(range(self.microbatches), prefixes, images, strict=False):
-            part = jax.tree.map(lambda array, i=index: array[i], packed)
+            part = jax.tree.map(lambda array, i=index: self.trim(array[i], i), packed)
+            if isinstance(shared, SharedTokens):
+                shared = SharedTokens(*(self.trim(array, index) for array in shared))
             yield part.replace(shared_prefix=shared, images=seen)
 
     def _shared_tokens(self, position_MRW: Array) -> Iterator[SharedTokens]:

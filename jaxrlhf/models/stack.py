@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.models import linear
+from jaxrlhf.models.attention.attention_xla import ATTENDED
 from jaxrlhf.models.attention.kv_cache import Prefix
-from jaxrlhf.models.attention.shared_prefix import ATTENDED
 from jaxrlhf.models.causal_lm import causal_lm_method
 from jaxrlhf.models.config import LAYERS, LENDERS, LINEAR_LAYERS, SLIDING_LAYERS, STACKS, ModelConfig, Pattern, Run
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
@@ -78,7 +78,8 @@ _LAYER_INPUT = "layer_input"
 def rematerialised(step: Step, execution: Execution) -> Step:
     """Wrap the step so that the backward pass recomputes it, if the execution has `remat`.
 
-    The layer's input and the outputs of attention over shared prompts are kept, on the device or in host memory.
+    The layer's input is kept, and the outputs of attention that loops over tiles or sequences: on the device or in host
+    memory.
     """
     if not execution.remat:
         return step

@@ -146,7 +146,7 @@ class ModelWorker:
                     return packing.zeros(self._lower_forward(params, rows, scale, wanted))
                 outputs.append(self._forward[wanted](params, self._on_mesh(rows), scale))
                 self.setup.progress(f"{self.role} forward", len(outputs), packing.microbatches)
-            return jax.tree.map(lambda *parts: packing.unpack(np.stack([_own_rows(x) for x in parts])), *outputs)
+            return jax.tree.map(lambda *parts: packing.unpack([_own_rows(x) for x in parts]), *outputs)
 
     def _lower_forward(self, params: Params, rows: PackedBatch, scale: np.floating, wanted: Wanted) -> Any:
         """Lower the forward program, and return the shapes of the head's output."""

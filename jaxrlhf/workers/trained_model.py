@@ -185,7 +185,7 @@ class TrainedWorker(ModelWorker):
         program = self.gradient_program(objective, settings)
         trained, sums = self.trained.tree, []
         for index, rows in enumerate(packing.rows()):
-            part = jax.tree.map(lambda x, i=index: x[i], packed)
+            part = jax.tree.map(lambda x, i=index: packing.trim(x[i], i), packed)
             gradient, metrics = program(
                 trained, self._frozen, gradient, self._on_mesh(rows), self._on_mesh(part), np.float32(temperature)
             )
@@ -197,7 +197,8 @@ class TrainedWorker(ModelWorker):
     ) -> Updated:
         """Lower the programs of an update, and return metrics of 0."""
         packing = self.pack(experience.sequences, prompts=experience.prompts, together=experience.together)
-        packed = jax.tree.map(lambda array: packing.pack(array)[0], (experience.weight_BT, experience.fields))
+        fields = experience.weight_BT, experience.fields
+        packed = jax.tree.map(lambda array: packing.trim(packing.pack(array)[0], 0), fields)
         rows, part, scale = self._on_mesh(next(packing.rows())), self._on_mesh(packed), np.float32(temperature)
         trained, lowered = self.trained.tree, self.lowered
         lowered["zero gradient"] = self._zeros.lower(trained)

@@ -212,3 +212,22 @@ def test_no_array_is_as_long_as_a_row_in_both_directions():
 
     program = to_read(jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, shape, shape, segment))
     assert f"{width}," in program.as_text() and f"{width},{width}]" not in program.as_text()
+
+
+def test_layers_that_are_computed_again_do_not_compute_their_tiles_again():
+    """The loop over tiles of the forward pass is there once more if nothing is kept."""
+    width = attention_xla.LONG_ROW
+    array, segment_RW = np.ones((1, width, 2, 8), np.float32), np.ones((1, width), np.int32)
+
+    def loops(**policy):
+        def layer(array, factor):
+            return jnp.sin(attention_xla.attend_blocks(factor * array, array, array, segment_RW)), None
+
+        def total(array, factor_L):
+            return jax.lax.scan(jax.checkpoint(layer, prevent_cse=False, **policy), array, factor_L)[0].sum()
+
+        jaxpr = jax.make_jaxpr(jax.grad(total))(array, np.ones(3, np.float32))
+        return str(jaxpr).count(" while[")
+
+    kept = jax.checkpoint_policies.save_only_these_names(attention_xla.ATTENDED)
+    assert loops() == loops(policy=kept) + 1

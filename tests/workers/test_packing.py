@@ -1,5 +1,7 @@
 """Packing is invisible: what goes in comes out, and a token's neighbours in a row do not matter."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -173,14 +175,44 @@ def test_prompts_are_shared_where_that_is_worth_it() -> None:
     assert shared_prefixes(few).any() and not shares(few)  # three tokens in common
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_last_microbatch_of_few_tokens_takes_a_smaller_program(devices: int) -> None:
+    """Prompts of 100 tokens with four responses of 60 are 343 tokens each, and a row holds two of them."""
+    prompt, response, count = 100, 60, 2 * devices + 1
+    mask_BT = np.zeros((4 * count, 160), bool)
+    mask_BT[:, prompt:] = True
+    token_BT = np.arange(4 * count * 160, dtype=np.int32).reshape(4 * count, 160) + 1
+    token_BT[:, :prompt] = np.repeat(token_BT[::4, :prompt], 4, axis=0)
+    ids_B = np.repeat(np.arange(count), 4)
+    sequences = Sequences(token_BT, np.full(4 * count, prompt + response, np.int32), mask_BT, ids_B)
+    sizes: dict[str, Any] = {"rows": 6, "row_tokens": 160, "longest_response": response, "devices": devices}
+    packing = Packing(sequences, **sizes)
+    batches = list(packing.rows())
+    widths = [rows.token_RW.shape for rows in batches]
+    assert widths[0][0] == widths[1][0] == devices and 686 <= widths[0][1] <= 768 and 343 <= widths[1][1] <= 384
+    parts = [packing.trim(part, index) for index, part in enumerate(packing.pack(token_BT))]
+    for rows, part in zip(batches, parts, strict=True):
+        np.testing.assert_array_equal(rows.token_RW, part)
+    np.testing.assert_array_equal(packing.unpack(parts), token_BT)
+    assert sum(int(rows.mask_RW.sum()) for rows in batches) == mask_BT.sum()
+    # Another process needs whole rows in every microbatch.
+    whole = Packing(sequences, **sizes, agree=lambda own: own + 1000 if own.ndim == 2 else own)
+    assert [rows.token_RW.shape for rows in whole.rows()] == [widths[0]] * 2
+    # A further program for the last of seven or eight microbatches saves too little.
+    many = (np.tile(each, (5, *[1] * (each.ndim - 1))) for each in (token_BT, sequences.length_B, mask_BT))
+    most = Packing(Sequences(*many, np.repeat(np.arange(5 * count), 4)), **sizes)
+    assert {rows.token_RW.shape for rows in most.rows()} == {widths[0]} and most.microbatches > 6
+
+
 @pytest.mark.parametrize(
     ("tokens", "others_need", "width"), [(3900, [], 800), (2500, [6, 5], 640), (2500, [6, 6, 6], 800)]
 )
 def test_processes_agree_on_one_shape(tokens: int, others_need: list[int], width: int) -> None:
     alone = apart_of(groups(3, prompts=3, responses=2, width=400))
     # Another process shares prompts, needs five of the largest microbatches for its tokens, some number of the smaller
-    # ones, and 33 narrow attention rows in one of them.
-    told = [np.array([0, 0, 1]), np.array(5), np.array(tokens), *map(np.array, others_need), np.array([33, 0])]
+    # ones, whole rows in each, and 33 narrow attention rows in one of them.
+    used, attends = np.array([[1, width]] * 5), np.array([33, 0])
+    told = [np.array([0, 0, 1]), np.array(5), np.array(tokens), *map(np.array, others_need), used, attends]
     theirs = iter(told)
     packing = Packing(alone, rows=2, row_tokens=400, agree=lambda own: np.maximum(own, next(theirs)))
     batches = list(packing.rows())

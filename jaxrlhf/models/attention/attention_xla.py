@@ -20,10 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, SharedTokens, mask_bias, pad_positions
+
+ATTENDED = "attended"
+"""Checkpoint name of outputs of attention. Rematerialization keeps them, so that no loop over tiles runs again."""
 
 SHORTEST_BLOCK = 64
 MOST_BLOCKS = 8
@@ -280,8 +284,8 @@ def _forward(
     sums_RKGWU = jnp.zeros((rows, kv_heads, groups, width, value_RKWU.shape[-1]), jnp.float32)
     start = sums_RKGWU, total_RKGW1, peak_RKGW1
     sums_RKGWU, total_RKGW1, peak_RKGW1 = _over(_visits(segments, score_mod, tile), body, start)
-    mixed_RKGWU = (sums_RKGWU / total_RKGW1).astype(value_RKWU.dtype)
-    log_sum_RKGW1 = peak_RKGW1 + jnp.log(total_RKGW1)
+    mixed_RKGWU = checkpoint_name((sums_RKGWU / total_RKGW1).astype(value_RKWU.dtype), ATTENDED)
+    log_sum_RKGW1 = checkpoint_name(peak_RKGW1 + jnp.log(total_RKGW1), ATTENDED)
     arrays = (query_RKGWH, key_RKWH, value_RKWU, sink_KG)
     return mixed_RKGWU, (*arrays, segments, slides, block_RW, mixed_RKGWU, log_sum_RKGW1)
 

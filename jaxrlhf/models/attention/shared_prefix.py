@@ -18,11 +18,9 @@ from jaxtyping import Float
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention import attend
+from jaxrlhf.models.attention.attention_xla import ATTENDED
 from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
-
-ATTENDED = "attended"
-"""Checkpoint name of attention outputs. Rematerialization keeps them, so that the loop does not run again."""
 
 _CHUNK_TOKENS = {"xla": 768}
 """Number of tokens of a row in one round of the loop, by kernel: on CPU as many as its caches hold."""
