@@ -12,7 +12,7 @@ class ServingLimits(Settings):
     """Limits of a server; a request above a limit gets an error that names the limit.
 
     Attributes:
-      requests: Largest number of requests in progress, including requests that wait for a slot.
+      requests: Largest number of requests in progress, including requests whose body arrives or that wait for a slot.
       choices: Largest number of choices (`n`) of one request, over all of its prompts.
       body_bytes: Largest request body, in bytes.
       body_s: Time limit in seconds for a request to arrive.

@@ -130,8 +130,8 @@ class ControlTokens:
             before = rendered[end : found.start()]
             ids += [*self._text(before.rstrip() if found[0] in self._left else before), self.ids[found[0]]]
             end = found.end()
-            if found[0] in self._right:
-                end += len(rendered) - end - len(rendered[end:].lstrip())
+            while found[0] in self._right and rendered[end : end + 1].isspace():
+                end += 1
         return ids + self._text(rendered[end:])
 
     def _text(self, text: str) -> list[int]:

@@ -4,7 +4,8 @@ import asyncio
 import resource
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol  # httptools, the other implementation, bounds no headers
 
 from jaxrlhf.config import Refusal
 
@@ -47,8 +48,7 @@ class ConnectionLimits:
         """Protocol class for uvicorn's option `http`."""
         limits = self
 
-        # Type checkers know no base class here: uvicorn chooses its implementation when it is imported.
-        class LimitedConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        class LimitedConnection(H11Protocol):
             def connection_made(self, transport: Any) -> None:
                 super().connection_made(transport)
                 limits._opened(self)
@@ -56,6 +56,12 @@ class ConnectionLimits:
             def data_received(self, data: bytes) -> None:
                 super().data_received(data)
                 limits._heard(self)
+
+            def send_400_response(self, msg: str) -> None:
+                if self.conn.our_state is h11.IDLE:
+                    super().send_400_response(msg)
+                else:  # an invalid body after its answer has started: h11 allows no second answer
+                    self.transport.abort()
 
             def pause_writing(self) -> None:
                 super().pause_writing()

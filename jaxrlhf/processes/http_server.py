@@ -57,7 +57,8 @@ class HttpServer:
           options: Options of uvicorn.
         """
         self._grace_s, self._stop = grace_s, stop or _nothing
-        how: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off"}
+        # Warnings are one line or more for each invalid request, so clients without a key could fill the disk.
+        how: dict[str, Any] = {"log_level": "error", "access_log": False, "lifespan": "off", "ws": "none"}
         config = uvicorn.Config(app, http=self._limits.protocol, **how, **options)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)

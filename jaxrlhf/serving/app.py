@@ -3,8 +3,9 @@
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
-from contextlib import aclosing
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,16 +13,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from jaxrlhf.serving.answers import event
-from jaxrlhf.serving.endpoints import ApiAnswer, chat_answer, chat_prompt, completion_answer, events, whole
-from jaxrlhf.serving.errors import ApiError, invalid, server_error
+from jaxrlhf.serving.endpoints import ApiAnswer, chat_answer, completion_answer, events, whole
+from jaxrlhf.serving.errors import ApiError, invalid, server_error, too_long
 from jaxrlhf.serving.metrics import HttpCounts, prometheus
+from jaxrlhf.serving.prompts import chat_prompt, chat_request
 from jaxrlhf.serving.served import ServedModel, check_model
 from jaxrlhf.serving.sessions import ServedSession, SessionBook
-from jaxrlhf.serving.wire import ChatRequest, CompletionRequest
+from jaxrlhf.serving.wire import CompletionRequest
 
 Handler = Callable[[Request, ServedSession | None], Awaitable[Response]]
+
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(:[0-9]*)?")
+"""Host header: a name or an address in brackets, and a port."""
 
 
 class WebApp:
@@ -85,10 +91,10 @@ class WebApp:
         Raises:
           ApiError: The request is not admitted.
         """
-        if self._names is not None and request.url.hostname not in self._names:
-            message = (
-                f"addressed to {request.url.hostname!r:.80}, and this server is {' or '.join(sorted(self._names))}"
-            )
+        host = request.headers.get("host", "")  # not `request.url`, which replaces an invalid host by the server's own
+        named = _HOST.fullmatch(host)
+        if self._names is not None and (named is None or named[1].strip("[]").lower() not in self._names):
+            message = f"addressed to {host!r:.80}, and this server is {' or '.join(sorted(self._names))}"
             raise ApiError(message, status=421, code="misdirected_request")
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
@@ -103,30 +109,19 @@ class WebApp:
         return None
 
     async def _chat(self, request: Request, session: ServedSession | None) -> Response:
-        body = await self._body(request)
-        return await self._answered(request, lambda: chat_answer(self._model, ChatRequest.read(body), session))
+        model = self._model
+        return await self._answered(request, lambda body: chat_answer(model, chat_request(model, body), session))
 
     async def _completion(self, request: Request, session: ServedSession | None) -> Response:
-        body = await self._body(request)
-        read = CompletionRequest.read
-        return await self._answered(request, lambda: completion_answer(self._model, read(body), session))
+        model, read = self._model, CompletionRequest.read
+        return await self._answered(request, lambda body: completion_answer(model, read(body), session))
 
-    async def _answered(self, request: Request, prepare: Callable[[], ApiAnswer]) -> Response:
-        """Sample an answer, unless too many requests are open; a closed connection cancels the answer."""
-        if self._stopped:
-            raise _stopping()
-        most = self._model.limits.requests
-        if self._http.in_progress >= most:
-            message = f"{most} requests are under way, which is the limit; try again later"
-            raise ApiError(message, status=429, kind="rate_limit_error", code="too_many_requests")
-        self._http.in_progress += 1
-        streams = False
-        try:
-            # Templates and tokenizers are slow: a thread lets the server handle other requests meanwhile.
-            answer = await asyncio.to_thread(prepare)
+    async def _answered(self, request: Request, prepare: Callable[[Any], ApiAnswer]) -> Response:
+        """Sample an answer; a closed connection cancels it."""
+        with self._under_way() as place:
+            answer = await self._read(request, prepare)
             if answer.request.stream:
-                streams = True
-                return StreamingResponse(self._stream(answer), media_type="text/event-stream")
+                return _Events(self._stream(answer), place.pop_all())
             sampling = self._start(whole(answer))
             disconnected = asyncio.ensure_future(_disconnected(request))
             try:
@@ -139,9 +134,27 @@ class WebApp:
             finally:
                 disconnected.cancel()
                 sampling.cancel()
-        finally:
-            if not streams:
-                self._http.in_progress -= 1
+
+    @contextmanager
+    def _under_way(self) -> Iterator[ExitStack]:
+        """Count a request as under way, from before its body is read; the yielded stack ends the count.
+
+        Raises:
+          ApiError: Too many requests are under way, or the server is stopping.
+        """
+        if self._stopped:
+            raise _stopping()
+        most = self._model.limits.requests
+        if self._http.in_progress >= most:
+            message = f"{most} requests are under way, which is the limit; try again later"
+            raise ApiError(message, status=429, kind="rate_limit_error", code="too_many_requests")
+        with ExitStack() as place:
+            self._http.in_progress += 1
+            place.callback(self._end)
+            yield place
+
+    def _end(self) -> None:
+        self._http.in_progress -= 1
 
     def _start(self, sampling: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
         """Start a task that is cancelled when the server stops."""
@@ -153,8 +166,8 @@ class WebApp:
         task.add_done_callback(self._sampling.discard)
         return task
 
-    async def _stream(self, answer: ApiAnswer) -> AsyncIterator[bytes]:
-        """Yield the events of an answer, which a task samples; the answer counts as under way until the end."""
+    async def _stream(self, answer: ApiAnswer) -> AsyncGenerator[bytes, None]:
+        """Yield the events of an answer, which a task samples."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()
 
         async def sample() -> None:
@@ -162,20 +175,25 @@ class WebApp:
                 async for sent in sampled:
                     queue.put_nowait(sent)
 
+        sampling = self._start(sample())
+        sampling.add_done_callback(lambda _: queue.put_nowait(None))
         try:
-            sampling = self._start(sample())
-            sampling.add_done_callback(lambda _: queue.put_nowait(None))
-            try:
-                while (sent := await queue.get()) is not None:
-                    yield sent
-                if sampling.cancelled():
-                    yield event(_stopping().body)
-            finally:
-                sampling.cancel()
+            while (sent := await queue.get()) is not None:
+                yield sent
+            if sampling.cancelled():
+                yield event(_stopping().body)
         finally:
-            self._http.in_progress -= 1
+            sampling.cancel()
 
-    async def _body(self, request: Request) -> Any:
+    async def _read(self, request: Request, use: Callable[[Any], Any]) -> Any:
+        """Return what `use` makes of the body of a request that counts as under way.
+
+        JSON, templates and tokenizers are slow: a thread lets the server handle other requests meanwhile.
+        """
+        body = await self._body(request)
+        return await asyncio.to_thread(lambda: use(_json(body)))
+
+    async def _body(self, request: Request) -> bytearray:
         limits = self._model.limits
         if int(request.headers.get("content-length") or 0) > limits.body_bytes:
             raise _too_large(limits.body_bytes)
@@ -189,10 +207,7 @@ class WebApp:
         except TimeoutError as error:
             message = f"the request did not arrive within {limits.body_s:g} s"
             raise ApiError(message, status=408, kind="timeout_error", code="timeout") from error
-        try:
-            return json.loads(bytes(body))
-        except (ValueError, RecursionError) as error:
-            raise ApiError(f"the body is no JSON: {str(error)[:200]}", code="invalid_json") from error
+        return body
 
     def _card(self) -> dict[str, Any]:
         engine = self._model.service.engine
@@ -207,25 +222,31 @@ class WebApp:
         return JSONResponse(self._card())
 
     async def _tokenize(self, request: Request, session: ServedSession | None) -> Response:
-        body = await self._body(request)
-        if isinstance(body, dict) and "messages" in body:
-            chat = ChatRequest.read({"model": self._model.name, **body})
-            tokens = (await asyncio.to_thread(chat_prompt, self._model, chat, None)).tokens
-        elif isinstance(body, dict) and isinstance(body.get("prompt"), str):
-            specials = bool(body.get("add_special_tokens", True))
-            tokens = await asyncio.to_thread(self._model.tokens_of, body["prompt"], specials=specials)
-        else:
-            raise invalid("give a text as prompt, or messages", "prompt")
+        with self._under_way():
+            tokens = await self._read(request, self._tokens_of)
         most = self._model.service.engine.context_tokens
         return JSONResponse({"tokens": list(tokens), "count": len(tokens), "max_model_len": most})
 
+    def _tokens_of(self, body: Any) -> tuple[int, ...]:
+        model = self._model
+        if isinstance(body, dict) and "messages" in body:
+            return chat_prompt(model, chat_request(model, {"model": model.name, **body}), None).tokens
+        if isinstance(body, dict) and isinstance(body.get("prompt"), str):
+            return model.tokens_of(body["prompt"], specials=bool(body.get("add_special_tokens", True)))
+        raise invalid("give a text as prompt, or messages", "prompt")
+
     async def _detokenize(self, request: Request, session: ServedSession | None) -> Response:
-        body = await self._body(request)
+        with self._under_way():
+            return JSONResponse({"prompt": await self._read(request, self._text_of)})
+
+    def _text_of(self, body: Any) -> str:
         tokens = body.get("tokens") if isinstance(body, dict) else None
-        size = len(self._model.tokenizer)
+        size, context = len(self._model.tokenizer), self._model.service.engine.context_tokens
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < size for token in tokens):
             raise invalid(f"tokens must be a list of token ids below {size}", "tokens")
-        return JSONResponse({"prompt": await asyncio.to_thread(self._model.tokenizer.decode, tokens)})
+        if len(tokens) > context:
+            raise too_long(f"{len(tokens)} tokens, and the context is {context}; send fewer")
+        return str(self._model.tokenizer.decode(tokens))
 
     async def _tokenizer_info(self, request: Request, session: ServedSession | None) -> Response:
         tokenizer = self._model.tokenizer
@@ -234,7 +255,8 @@ class WebApp:
 
     async def _reward(self, request: Request, session: ServedSession | None) -> Response:
         assert session is not None, "the path names one"
-        session.set_reward(await self._body(request))
+        with self._under_way():
+            await self._read(request, session.set_reward)
         return JSONResponse({})
 
     async def _metrics(self, request: Request, session: ServedSession | None) -> Response:
@@ -243,6 +265,30 @@ class WebApp:
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
+
+
+class _Events(StreamingResponse):
+    """Stream of events, which counts as under way until it ends or its client leaves.
+
+    Args:
+      place: Stack that ends the count.
+    """
+
+    def __init__(self, stream: AsyncGenerator[bytes, None], place: ExitStack) -> None:
+        super().__init__(stream, media_type="text/event-stream")
+        self._events, self._place = stream, place
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._place:
+            async with aclosing(self._events):
+                await super().__call__(scope, receive, send)
+
+
+def _json(body: bytearray) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is no JSON: {str(error)[:200]}", code="invalid_json") from error
 
 
 async def _disconnected(request: Request) -> None:
@@ -256,7 +302,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
         "/v1/models, /v1/models/NAME, /v1/chat/completions, /v1/completions, /tokenize, /detokenize, /tokenizer_info, "
         "/metrics, /health"
     )
-    message = f"{request.method} {request.url.path}: {error.detail}; there are {known}"
+    message = f"{request.method} {request.scope['path']}: {error.detail}; there are {known}"
     return JSONResponse(ApiError(message, code="not_found").body, error.status_code)
 
 

@@ -1,26 +1,22 @@
 """Completion endpoints: from a request to its sampled choices, as one answer or as a stream of events."""
 
-import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from jaxrlhf.config import Sampling
 from jaxrlhf.conversations import ChatFormat
-from jaxrlhf.conversations.images import shown
-from jaxrlhf.data.image_prompts import referred
-from jaxrlhf.data.images import check_pixels
 from jaxrlhf.engine import Completion, Request
 from jaxrlhf.engine.scoring import TokenScores
 from jaxrlhf.episode import Reply, ToolSchema
 from jaxrlhf.serving import answers
 from jaxrlhf.serving.call_tree import Prompt
-from jaxrlhf.serving.errors import TOO_LONG, ApiError, invalid, refusals, server_error, unsupported
+from jaxrlhf.serving.errors import ApiError, invalid, server_error, unsupported
+from jaxrlhf.serving.prompts import chat_form, chat_prompt, completion_prompts, counting_refusals
 from jaxrlhf.serving.served import SampledPart, ServedModel, check_model, hash_of, sample, score
 from jaxrlhf.serving.sessions import ServedSession
 from jaxrlhf.serving.texts import ReplyStream, TextStream
@@ -144,59 +140,16 @@ class ApiAnswer:
             session.record(self.answer_id, calls)
 
 
-def chat_prompt(model: ServedModel, request: ChatRequest, session: ServedSession | None) -> Prompt:
-    """Return the prompt of a chat request, which may continue a call of the session.
-
-    Raises:
-      ApiError: The request makes no valid prompt.
-    """
-    if request.variables and session is not None:
-        name = next(iter(request.variables))
-        raise unsupported(f"{name}: the calls of a session are written by the run's own chat template", name)
-    form = _form(model, request)
-    model.check_fits(str(message.get("content", "")) for message in request.messages)
-    with refusals("tools"):
-        form.check_tools(request.tools)
-        _check_shown(form, model.name, request)
-    with refusals("messages"):
-        if model.images is not None:
-            check_pixels(request.images, place="messages")
-        images = referred(request.images, model.images, place="messages") if request.images else ()
-        if session is not None:
-            with session.lock:
-                return session.tree.chat_prompt(request.messages, request.tools, images)
-        write = partial(form.prompt, request.messages, request.tools)
-        tokens, images = shown(images, model.images, write, place="messages")
-        return Prompt(tokens, images=images)
-
-
-def _form(model: ServedModel, request: ChatRequest) -> ChatFormat:
-    with refusals("chat_template_kwargs"):
-        return model.form_of(request.variables)
-
-
-def _check_shown(form: ChatFormat, name: str, request: ChatRequest) -> None:
-    """Refuse tools that neither the chat template nor a message shows to the policy."""
-    if not request.tools or form.family == "embedded" or form.synthetic.shows(request.tools):
-        return  # the embedded tokenizer's calls are GSM8K's calculator calls, and its prompts show no tools
-    told = "\n".join(str(message.get("content", "")) for message in request.messages)
-    names = [str(tool["function"]["name"]) for tool in request.tools]
-    if hidden := [called for called in names if not re.search(rf"(?<!\w){re.escape(called)}(?!\w)", told)]:
-        raise unsupported(
-            f"the chat template of {name} shows no tools, and no message names {', '.join(hidden)}; describe "
-            "them in the system's message",
-            "tools",
-        )
-
-
 def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession | None) -> ApiAnswer:
     """Prepare the answer to a chat request; nothing is sampled yet.
 
     Raises:
       ApiError: The request cannot be answered.
     """
-    prompt = chat_prompt(model, request, session)
-    form = _form(model, request)
+    _check_request(model, request, session, prompts=1)
+    with counting_refusals(session):
+        prompt = chat_prompt(model, request, session)
+    form = chat_form(model, request)
     if request.likely and prompt.images:
         raise unsupported("top_logprobs: likely tokens beside images are not computed; leave it out", "top_logprobs")
     if request.tools and not request.parallel_tool_calls and session is not None:
@@ -217,13 +170,21 @@ def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession
 
 def completion_answer(model: ServedModel, request: CompletionRequest, session: ServedSession | None) -> ApiAnswer:
     """Prepare the answer to a completion request; raises the errors of `chat_answer`."""
-    prompts = []
-    for given in request.prompt:
-        text = given if isinstance(given, str) else None
-        tokens = given if text is None else model.tokens_of(text)
-        with nullcontext() if session is None else session.lock:
-            prompts.append(Prompt(tokens) if session is None else session.tree.completion_prompt(tokens, text))
+    _check_request(model, request, session, prompts=len(request.prompt))
+    with counting_refusals(session):
+        prompts = completion_prompts(model, request, session)
     return _answer(model, request, prompts, session)
+
+
+def _check_request(
+    model: ServedModel, request: ChatRequest | CompletionRequest, session: ServedSession | None, *, prompts: int
+) -> None:
+    """Refuse another model, fields that a session cannot answer, and too many choices; no prompt is tokenized yet."""
+    check_model(model, request.model)
+    if session is not None:
+        _check_trainable(request)
+    if (count := prompts * request.n) > model.limits.choices:
+        raise invalid(f"{count} choices; at most {model.limits.choices} in a request", "n")
 
 
 def _answer(
@@ -234,22 +195,12 @@ def _answer(
     form: ChatFormat | None = None,
     tools: Sequence[ToolSchema] = (),
 ) -> ApiAnswer:
-    check_model(model, request.model)
-    if session is not None:
-        _check_trainable(request)
-    count = len(prompts) * request.n
-    if count > model.limits.choices:
-        raise invalid(f"{count} choices; at most {model.limits.choices} in a request", "n")
-    most = None if session is None else session.tokens_per_choice(count)
+    most = None if session is None else session.tokens_per_choice(len(prompts) * request.n)
     wanted = request.max_tokens if most is None else min(most, request.max_tokens or most)
-    try:
+    with counting_refusals(session):
         limits = [
             model.response_limit(prompt.tokens, wanted if most is None else None, most=wanted) for prompt in prompts
         ]
-    except ApiError as error:
-        if session is not None and error.code == TOO_LONG:
-            session.count_refusal("context")
-        raise
     stops = () if request.ignore_eos else (*(form.stop_tokens if form is not None else ()), *model.stop_tokens)
     control = [model.control_ids[text] for text in request.stop if text in model.control_ids]
     texts = tuple(text for text in request.stop if text not in model.control_ids)

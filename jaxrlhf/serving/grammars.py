@@ -11,6 +11,9 @@ from jaxrlhf.serving.errors import invalid, unsupported
 
 logger = logging.getLogger(__name__)
 
+LARGEST_SCHEMA = 1 << 17
+"""Largest number of characters of a schema, which each choice of a request compiles. OpenAI's API admits 120,000."""
+
 
 class JsonGrammars:
     """Grammars over the tokens of one Hugging Face tokenizer.
@@ -33,12 +36,16 @@ class JsonGrammars:
         """Return the constraint of one response, which is JSON of the schema and then a stop token.
 
         Raises:
-          ApiError: llguidance cannot follow the schema.
+          ApiError: The schema is too large, or llguidance cannot follow it.
         """
         from llguidance import LLMatcher
 
+        text = json.dumps(schema)
+        if len(text) > LARGEST_SCHEMA:
+            message = f"response_format: a schema of {len(text)} characters; expected at most {LARGEST_SCHEMA}"
+            raise invalid(message, "response_format")
         # The separators of `json.dumps`: a small policy may write spaces without end.
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_flexible": False})
+        grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
         matcher = LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
             raise invalid(f"response_format: {matcher.get_error().splitlines()[0]:.300}", "response_format")

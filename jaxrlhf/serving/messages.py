@@ -2,10 +2,14 @@
 
 import json
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 from jaxrlhf.data.images import MARK
 from jaxrlhf.serving.errors import invalid, unsupported
+
+LONGEST_NAME = 256
+"""Largest number of characters of a tool's name, which is searched in texts. OpenAI's API admits 64."""
 
 
 def message_of(given: dict[str, Any], number: int, images: list[str]) -> dict[str, Any]:
@@ -36,11 +40,11 @@ def message_of(given: dict[str, Any], number: int, images: list[str]) -> dict[st
 def merged_systems(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge consecutive system messages into one message each; developer messages are system messages here."""
     merged: list[dict[str, Any]] = []
-    for message in messages:
-        if merged and message["role"] == merged[-1]["role"] == "system":
-            merged[-1] = {**merged[-1], "content": f"{merged[-1]['content']}\n\n{message['content']}"}
-        else:
-            merged.append(message)
+    for role, adjacent in groupby(messages, key=lambda message: message["role"]):
+        same = list(adjacent)
+        if role == "system":
+            same = [{**same[0], "content": "\n\n".join(message["content"] for message in same)}]
+        merged += same
     return merged
 
 
@@ -108,5 +112,8 @@ def tools_of(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         function = tool["function"] if isinstance(tool.get("function"), dict) else {}
         if tool.get("type") != "function" or not isinstance(function.get("name"), str):
             raise invalid(f"tools[{number}] must be of type 'function' and have function.name", "tools")
+        if (length := len(function["name"])) > LONGEST_NAME:
+            message = f"tools[{number}].function.name has {length} characters; expected at most {LONGEST_NAME}"
+            raise invalid(message, "tools")
         tools.append({"type": "function", "function": {key: function[key] for key in function if key != "strict"}})
     return tools

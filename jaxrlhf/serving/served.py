@@ -26,6 +26,9 @@ from jaxrlhf.serving.errors import ApiError, invalid, too_long, unsupported
 from jaxrlhf.serving.grammars import JsonGrammars
 
 _MAX_FORMS = 8
+_CHARACTERS, _FEWEST_CHARACTERS = 16, 1 << 16
+"""Largest number of characters of a prompt's texts for each token of the context, and for a small context. Texts have 2
+to 6 characters a token, but chat templates may leave out texts, such as earlier reasoning."""
 _SERVER_VARIABLES = {
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"),
     *("tokenizer", "chat", "conversation", "day", "padding", "truncation", "max_length", "return_tensors"),
@@ -113,23 +116,28 @@ class ServedModel:
         """Token ids of the control tokens, by their texts."""
         return ControlTokens(self.tokenizer).ids
 
-    @cached_property
-    def max_bytes(self) -> int:
-        """Number of bytes of the longest text that may fit the context: a full context of the longest token."""
-        longest = max(len(token.encode(errors="replace")) for token in self.tokenizer.get_vocab())
-        return longest * self.service.engine.context_tokens
+    @property
+    def max_characters(self) -> int:
+        """Largest number of characters of the texts of a prompt."""
+        return max(_FEWEST_CHARACTERS, _CHARACTERS * self.service.engine.context_tokens)
 
-    def check_fits(self, texts: Iterable[str]) -> None:
-        """Refuse texts that cannot fit the context in any tokens; tokenizing megabytes would hold up other requests.
+    def check_fits(self, values: Iterable[Any]) -> None:
+        """Refuse values that together are too long for the context.
+
+        Call this before they are rendered or tokenized, because megabytes would hold up other requests.
+
+        Args:
+          values: Texts, and other values, which count as the JSON that chat templates write of them.
 
         Raises:
-          ApiError: The texts are too long.
+          ApiError: The values are too long.
         """
-        total = sum(len(text) for text in texts)
-        if total > self.max_bytes:
+        total = sum(len(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) for value in values)
+        if total > self.max_characters:
             context = self.service.engine.context_tokens
             raise too_long(
-                f"texts of {total} characters, which cannot fit the context of {context} tokens; shorten them"
+                f"texts of {total} characters, which cannot fit the context of {context} tokens; send at most "
+                f"{self.max_characters} characters"
             )
 
     def tokens_of(self, text: str, *, specials: bool = True) -> tuple[int, ...]:
@@ -139,7 +147,7 @@ class ServedModel:
           specials: True adds the control tokens that the tokenizer puts around a text.
 
         Raises:
-          ApiError: The text cannot fit the context.
+          ApiError: The text is too long for the context.
         """
         self.check_fits([text])
         return tuple(self.tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=specials))

@@ -34,6 +34,9 @@ _NEUTRAL: Mapping[str, Any] = {
 _LARGEST = 2**31 - 1
 """Largest integer in a field: the engine counts in 32 bits."""
 
+MOST_TOOLS = 128
+"""Largest number of tools of a request, as in OpenAI's API: each name is searched in the texts of the request."""
+
 _Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 _Positive = Annotated[int, Field(ge=1, le=_LARGEST)]
 _Likely = Annotated[int, Field(ge=0, le=MOST_LIKELY)]
@@ -182,7 +185,12 @@ class ChatRequest(ApiRequest):
     """
 
     messages: list[dict[str, Any]]
-    tools: Annotated[list[dict[str, Any]], AfterValidator(tools_of), BeforeValidator(lambda given: given or [])] = []
+    tools: Annotated[
+        list[dict[str, Any]],
+        Field(max_length=MOST_TOOLS),
+        AfterValidator(tools_of),
+        BeforeValidator(lambda given: given or []),
+    ] = []
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     max_completion_tokens: _Positive | None = None

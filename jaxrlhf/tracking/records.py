@@ -10,6 +10,9 @@ from typing import Any, BinaryIO
 
 from jaxrlhf.config import Refusal
 
+LONGEST_LINE = 1 << 28
+"""Largest size in bytes of a line. A file of a few bytes on disk may claim to hold an endless line of zeros."""
+
 
 class RecordFile:
     """File to which records are appended; records survive a kill as soon as `append` returns.
@@ -19,7 +22,7 @@ class RecordFile:
         are removed. None starts a new file.
 
     Raises:
-      Refusal: The file to continue has other content.
+      Refusal: The file to continue has other content, or a line that is longer than `LONGEST_LINE`.
     """
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
@@ -62,9 +65,24 @@ def read_records(path: Path | str) -> Iterator[dict[str, Any]]:
     """Yield the records of a file, without a last line that was truncated by a kill, and without damaged lines.
 
     Raises:
-      Refusal: The first line is no JSON object with a `step`.
+      Refusal: The first line is no JSON object with a `step`, or a line is longer than `LONGEST_LINE`.
     """
     return (record for record, _ in _scan(Path(path)))
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of an open file from its position on.
+
+    Raises:
+      Refusal: A line is longer than `LONGEST_LINE`.
+    """
+    while line := file.readline(LONGEST_LINE + 1):
+        if len(line) > LONGEST_LINE:
+            raise Refusal(
+                f"{file.name} has a line of more than {LONGEST_LINE} bytes, expected one JSON object a line; remove "
+                "the line, or move the file away"
+            )
+        yield line
 
 
 def jsonable(value: Any) -> Any:
@@ -92,7 +110,7 @@ def _scan(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield records, each with the offset of its end; a damaged line among them is skipped with a warning."""
     end, found = 0, False
     with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(lines_of(file), start=1):
             end += len(line)
             try:
                 record = json.loads(line)

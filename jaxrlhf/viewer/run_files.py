@@ -1,9 +1,11 @@
 """Files of the runs below a folder, read while the runs write them."""
 
 import json
+import os
 import re
 import stat
 import threading
+from collections import deque
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,13 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import read_object, reason_of
 from jaxrlhf.tracking import read_records
 from jaxrlhf.tracking.files import EVALUATION, METRICS, SAMPLES, SETTINGS, TIMELINE
+from jaxrlhf.tracking.records import lines_of
 
 SAMPLE_FILES = {"samples": SAMPLES, "evaluation": EVALUATION}
 LATEST_EVENTS = 5000
 """Number of calls of a timeline that are shown: the last calls."""
+LARGEST_SETTINGS = 1 << 24
+"""Largest size in bytes of a file of settings, which is read as a whole."""
 _STEP = re.compile(rb'^\{"step": (-?\d+)\b')
 
 
@@ -39,14 +44,16 @@ class RunFiles:
     def runs(self) -> list[dict[str, Any]]:
         """List runs and cold starts by path below the root, with their last step and number of metric records.
 
-        A run whose metrics cannot be read, or come from another program, has the reason as `unreadable`.
+        A run has the reason as `unreadable` if its metrics cannot be read or come from another program, or if its
+        metrics or settings are a link to themselves.
         """
         found = []
         for metrics in sorted(self.root.rglob(METRICS)):
-            if not metrics.resolve().is_relative_to(self.root):
-                continue
             run = metrics.parent.relative_to(self.root).as_posix()
             try:
+                if not _target(metrics).is_relative_to(self.root):
+                    continue
+                _target(metrics.with_name(SETTINGS))
                 records = self._records(metrics)
                 found.append(
                     {
@@ -80,8 +87,10 @@ class RunFiles:
         """Return the settings of a run by their dotted names; for a cold start, the settings of its run."""
         folder = self._folder(run)
         for place in (folder, folder.parent):
-            file = (place / SETTINGS).resolve()
+            file = _target(place / SETTINGS)
             if file.is_file() and file.is_relative_to(self.root):
+                if (size := file.stat().st_size) > LARGEST_SETTINGS:
+                    raise Refusal(f"{file} has {size} bytes, expected at most {LARGEST_SETTINGS}; restore the file")
                 return dict(_flat(read_object(file, "restore the file")))
         return {}
 
@@ -89,19 +98,20 @@ class RunFiles:
         """Return the last calls of a run: role, verb, start in seconds since 1970, and length in seconds."""
         file = self._file(run, TIMELINE)
         roles: dict[int, str] = {}
-        calls: list[dict[str, Any]] = []
-        for line in file.read_text().splitlines():
-            try:
-                event = json.loads(line.strip().rstrip(",").removeprefix("[").removesuffix("]") or "{}")
-            except ValueError:  # truncated by a kill, or being written
-                continue
-            if event.get("ph") == "M":
-                roles[event["tid"]] = event["args"]["name"]
-            elif event.get("ph") == "X":
-                role = roles.get(event["tid"], "?")
-                start_s, length_s = event["ts"] / 1e6, event["dur"] / 1e6
-                calls.append({"role": role, "verb": event["name"], "start_s": start_s, "length_s": length_s})
-        return calls[-LATEST_EVENTS:]
+        calls: deque[dict[str, Any]] = deque(maxlen=LATEST_EVENTS)
+        with open(file, "rb") as lines:
+            for line in lines_of(lines):
+                try:
+                    event = json.loads(line.strip().rstrip(b",").removeprefix(b"[").removesuffix(b"]") or b"{}")
+                except ValueError:  # truncated by a kill, or being written
+                    continue
+                if event.get("ph") == "M":
+                    roles[event["tid"]] = event["args"]["name"]
+                elif event.get("ph") == "X":
+                    role = roles.get(event["tid"], "?")
+                    start_s, length_s = event["ts"] / 1e6, event["dur"] / 1e6
+                    calls.append({"role": role, "verb": event["name"], "start_s": start_s, "length_s": length_s})
+        return list(calls)
 
     def _records(self, file: Path) -> list[dict[str, Any]]:
         state = file.stat()
@@ -119,13 +129,13 @@ class RunFiles:
         return self._indices.setdefault(file, StepIndex(file))
 
     def _file(self, run: str, name: str) -> Path:
-        file = (self._folder(run) / name).resolve()
+        file = _target(self._folder(run) / name)
         if not file.is_relative_to(self.root) or not file.is_file():
             raise FileNotFoundError(f"{run}/{name}")
         return file
 
     def _folder(self, run: str) -> Path:
-        folder = (self.root / run).resolve()
+        folder = _target(self.root / run)
         if not folder.is_relative_to(self.root) or not folder.is_dir():
             raise FileNotFoundError(run)
         return folder
@@ -169,7 +179,7 @@ class StepIndex:
             if file.read(len(self._last_line)) != self._last_line:  # truncated by a resumed run
                 self._starts, self._end, self._last_line = {}, 0, b""
                 file.seek(0)
-            for line in file:
+            for line in lines_of(file):
                 if not line.endswith(b"\n"):  # being written
                     break
                 found = _STEP.match(line)
@@ -178,6 +188,18 @@ class StepIndex:
                     self._starts.setdefault(record["step"], self._end)
                 self._end += len(line)
                 self._last_line = line
+
+
+def _target(path: Path) -> Path:
+    """Return the file that a path leads to, without links; it may be missing.
+
+    Raises:
+      Refusal: A link leads to itself.
+    """
+    target = os.path.realpath(path)
+    if os.path.islink(target):
+        raise Refusal(f"{path} is a link that leads to itself, expected a file; remove the link")
+    return Path(target)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

@@ -23,7 +23,10 @@ ATTACKS = {
         *("tests/data/test_tokenizer.py", "tests/data/test_kept.py"),
     ],
     "pictures": ["tests/data/test_pictures.py", "tests/data/test_images.py"],
-    "connections and requests": ["tests/serving/test_limits.py", "tests/serving/test_load.py"],
+    "connections and requests": [
+        *("tests/serving/test_limits.py", "tests/serving/test_costs.py", "tests/serving/test_load.py"),
+        "tests/processes/test_server.py",
+    ],
     "files of a viewed folder": ["tests/viewer/test_files.py"],
     "programs in the sandbox": ["tests/rewards/test_sandbox.py", "tests/rewards/test_code.py"],
     "rewards": ["tests/rewards/test_pool.py", "tests/rewards/test_failing.py"],

@@ -1,7 +1,9 @@
 """A server that stops: open requests get an error, and the terminal shows no traceback."""
 
+import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -57,6 +59,37 @@ SLOW = """
     except KeyboardInterrupt:
         print("ended", flush=True)
 """
+
+ODD = """
+    from jaxrlhf.processes.http_server import HttpServer
+
+    async def app(scope, receive, send):
+        if scope["path"] == "/fails":
+            raise RuntimeError("of the application")
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    server = HttpServer(host="127.0.0.1", port=0, flags="--port")
+    server.answer_by(app, timeout_graceful_shutdown=4)
+    try:
+        with server:
+            print(server.address, flush=True)
+            server.wait()
+    except KeyboardInterrupt:
+        print("ended", flush=True)
+"""
+UPGRADE = "GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, close\r\nUpgrade: {}\r\n{}\r\n"
+KEY = "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
+ODD_REQUESTS = {
+    "no request": (["x\r\n\r\n"], "400"),
+    "HTTP/2": ([UPGRADE.format("h2c", "")], "200"),
+    "WebSocket": ([UPGRADE.format("websocket", KEY)], "200"),
+    "invalid body after the answer": (
+        ["POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n", "no size\r\n"],
+        "200",
+    ),
+}
+"""Parts of a request, each but the first sent after an answer, and the status of the first answer."""
 
 
 def started(program):
@@ -121,3 +154,43 @@ def test_unfinished_answers_report_that_the_server_stops():
     *_, last = [line for line in events.split("\n\n") if line]
     assert (streamed, json.loads(last.removeprefix("data: "))["error"]["code"]) == (200, "stopping")
     assert 1.5 < seconds < 30 and 1.5 < also < 30
+
+
+def sent(address, parts):
+    """Return the status of the first answer to the parts of a request; wait until the server closes the connection."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as one:
+        answer = b""
+        for part in parts:
+            one.sendall(part.encode())
+            answer = answer or one.recv(4096)
+        with contextlib.suppress(ConnectionError):
+            while one.recv(4096):
+                pass
+    return answer.split()[1].decode()
+
+
+@pytest.mark.parametrize("name", ODD_REQUESTS)
+def test_invalid_requests_do_not_fill_the_log(name):
+    process, address = started(ODD)
+    parts, status = ODD_REQUESTS[name]
+    assert {sent(address, parts) for _ in range(300)} == {status}
+    assert stopped(process) == ("ended\n", "")
+
+
+def test_failures_of_the_application_are_logged():
+    process, address = started(ODD)
+    assert sent(address, ["GET /fails HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"]) == "500"
+    assert "RuntimeError: of the application" in stopped(process)[1]
+
+
+def test_headers_are_bounded_where_httptools_is_installed():
+    code = """
+    import uvicorn.protocols.http.auto as auto
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+    auto.AutoHTTPProtocol = type("HttpToolsProtocol", (), {})
+    from jaxrlhf.processes.connections import ConnectionLimits
+    print(issubclass(ConnectionLimits().protocol, H11Protocol))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

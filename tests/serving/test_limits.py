@@ -281,9 +281,9 @@ def test_header_time_limit_does_not_apply_between_requests():
 def test_too_long_text_is_refused_before_tokenization(monkeypatch):
     monkeypatch.setattr("jaxrlhf.conversations.ChatFormat.prompt", lambda *_, **__: pytest.fail("tokenised"))
     with served(engine=build_engine(embedded_tokenizer())) as (server, model):
-        long = "a" * (model.max_bytes + 1)
+        long = "a" * (model.max_characters + 1)
         fits = len(max(model.tokenizer.get_vocab(), key=len)) * model.service.engine.context_tokens
-        assert fits <= model.max_bytes < 1 << 20
+        assert fits <= model.max_characters < 1 << 20
         with httpx.Client(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client:
             chat = {**CHAT, "messages": [{"role": "user", "content": long}]}
             for path, body in (("chat/completions", chat), ("completions", {**ASKED, "prompt": long})):
@@ -297,7 +297,8 @@ def test_without_a_key_only_local_host_names_are_served():
         port = server.address.rpartition(":")[2]
         for name in (f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}"):
             assert httpx.get(f"{server.address}/v1/models", headers={"Host": name}).status_code == 200
-        for name in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example"):
+        named = ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example")
+        for name in (*named, "evil.example:99999", "evil.example:x", "evil.example@127.0.0.1", "[", "[evil.example]"):
             answer = httpx.get(f"{server.address}/v1/models", headers={"Host": name})
             assert error(answer) == (421, "misdirected_request")
 

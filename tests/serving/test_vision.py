@@ -149,6 +149,7 @@ def test_session_continues_only_with_equal_images(sees):
         (parts("data:image/png;base64," + base64.b64encode(b"none").decode()), "damaged"),
         (parts("<image>", url()), "must not spell"),
         (parts(*[wide() for _ in range(2)]), "have 89391104 pixels together, more than 67108864"),
+        (parts(*[url()] * 100), "images of 600 tokens, and the context is"),
         ([{"role": "system", "content": parts(url())[0]["content"]}], "users' and tools'"),
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "image_url"),
     ],

@@ -38,6 +38,8 @@ WRONG = [
     ({"messages": ["Hi"]}, "messages", "valid dictionary"),
     ({"tools": {"type": "function"}}, "tools", "valid list"),
     ({"tools": [{"type": "function"}]}, "tools", "function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f" * 257}}]}, "tools", "at most 256"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}] * 40_000}, "tools", "at most 128 items"),
 ]
 
 
@@ -63,3 +65,8 @@ def test_null_gives_the_default_and_numbers_keep_their_bounds():
     assert (request.prompt, request.max_tokens, request.likely) == ([(1, 2), "a\ud83d"], 0, 0)
     assert (request.wants_logprobs, request.wants_scores) == (True, False)
     assert CompletionRequest.read(completion | {"echo": True}).wants_scores
+
+
+def test_tools_up_to_the_limits_are_read():
+    tools = [{"type": "function", "function": {"name": f"{n:0256}"}} for n in range(128)]
+    assert ChatRequest.read({"model": "tiny", "messages": [USER], "tools": tools}).tools == tools

@@ -124,6 +124,19 @@ def test_foreign_file_is_not_continued(tmp_path):
     assert path.read_text() == "my notes\nof yesterday\n"
 
 
+def test_endless_line_is_refused(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(1, 4))
+    with open(path, "ab") as file:
+        file.truncate(1 << 29)
+    for read in (lambda: steps_of(path), lambda: JsonLines(path, resumed_step=3)):
+        with pytest.raises(Refusal, match=r"metrics\.jsonl has a line of more than 268435456 bytes, expected one JSON"):
+            read()
+    assert path.stat().st_size == 1 << 29
+    JsonLines(path, resumed_step=2).close()  # the line is behind the last record that is kept
+    assert steps_of(path) == [1, 2]
+
+
 def test_steps_must_ascend(tmp_path):
     log = JsonLines(tmp_path / "metrics.jsonl")
     log.log(2, {})

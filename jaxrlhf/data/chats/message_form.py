@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -75,17 +76,22 @@ class MessageForm:
 
 def answers_as_users(chat: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Turn tool messages into user messages, each joined with the user messages before and after it."""
-    turned: list[Mapping[str, Any]] = []
+    groups: list[list[Mapping[str, Any]]] = []
     answered = False
     for message in chat:
         answer = message.get("role") == "tool"
         joins = answer or (answered and message.get("role") == "user")
-        if joins and turned and turned[-1].get("role") == "user":
-            turned[-1] = {"role": "user", "content": _joined(turned[-1].get("content"), message.get("content"))}
+        if joins and groups and groups[-1][0].get("role") in ("user", "tool"):
+            groups[-1].append(message)
         else:
-            turned.append({"role": "user", "content": message.get("content")} if answer else message)
+            groups.append([message])
         answered = answer
-    return turned
+    return [
+        group[0]
+        if len(group) == 1 and group[0].get("role") != "tool"
+        else {"role": "user", "content": _joined([message.get("content") for message in group])}
+        for group in groups
+    ]
 
 
 def as_object(arguments: Any) -> Any:
@@ -102,11 +108,16 @@ def _as_json(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _joined(first: Any, second: Any) -> Any:
-    """Join two contents with an empty line between them; the result has parts if one of them has."""
-    if isinstance(first, list) or isinstance(second, list):
-        return [*_parts(first), *_parts("\n\n"), *_parts(second)]
-    return f"{first or ''}\n\n{second or ''}"
+def _joined(contents: Sequence[Any]) -> Any:
+    """Join contents with an empty line between them; the result has parts if one of them has."""
+    if len(contents) == 1:
+        return contents[0]
+    texts = [*takewhile(lambda content: not isinstance(content, list), contents)]
+    text, rest = "\n\n".join(str(content or "") for content in texts), contents[len(texts) :]
+    if not rest:
+        return text
+    first, *others = [text, *rest] if texts else rest
+    return [*_parts(first), *(part for other in others for part in (*_parts("\n\n"), *_parts(other)))]
 
 
 def _parts(content: Any) -> list[Any]:

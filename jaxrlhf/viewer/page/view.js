@@ -125,7 +125,7 @@ function card(name, byRun, fill) {
 
 async function showSettings() {
   const runs = chosenRuns().map(run => run.run), asked = view.asked;
-  const all = await Promise.all(runs.map(run => api("settings", { run })));
+  const all = await Promise.all(runs.map(run => api("settings", { run }).catch(error => ({ unreadable: error.message }))));
   if (asked !== view.asked) return;
   const names = [...new Set(all.flatMap(one => Object.keys(one)))];
   const place = el("div", {});
