@@ -81,7 +81,7 @@ class RunFiles:
         folder = self._folder(run)
         for place in (folder, folder.parent):
             file = (place / SETTINGS).resolve()
-            if file.is_file() and file.is_relative_to(self.root):
+            if file.exists() and file.is_relative_to(self.root):
                 return dict(_flat(read_object(file, "restore the file")))
         return {}
 
