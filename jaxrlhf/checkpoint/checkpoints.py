@@ -317,15 +317,15 @@ class Checkpoints:
 
     def _host_state(self, step: int) -> dict[str, Any]:
         """Return the state that `save` wrote with the arrays, the arrays' dtypes and shapes, and the metric."""
-        place = self.folder(step, "host")
-        if (damage := special_file(place.parent)) is not None:
+        place = self.folder(step, "host") / "metadata"
+        if (damage := special_file(self._checkpoint(step))) is not None:
             raise self._damaged(step, damage)
         try:
             contents = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
             if "checksum" in contents:
                 whole = contents["checksum"] == _checksum(contents)
             else:
-                whole = contents.keys() == _UNCHECKED and not any(place.parent.glob(f"*/{FILE}"))
+                whole = contents.keys() == _UNCHECKED and not any(self._checkpoint(step).glob(f"*/{FILE}"))
             for part in (contents["state"], contents["arrays"], *contents["arrays"].values()):
                 dict(**part)  # an error unless it is a dict
         except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:

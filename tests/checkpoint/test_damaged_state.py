@@ -68,7 +68,7 @@ def test_state_without_a_checksum_needs_items_without_checksums(folder):
     written_by_an_earlier_version(folder, 3, "{}", checksums=False)
     assert restored(folder, 3) == STATE
     shutil.copy(folder / "step_2" / "critic" / "checksums.json", folder / "step_3" / "critic")
-    with pytest.raises(Damaged, match=r"step 3 is damaged: .*/step_3/host has a wrong checksum"):
+    with pytest.raises(Damaged, match=r"step 3 is damaged: .*/step_3/host/metadata has a wrong checksum"):
         restored(folder, 3)
 
 
