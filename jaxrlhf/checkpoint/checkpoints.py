@@ -1,52 +1,37 @@
 """Checkpoints of a run, managed by one process that does not need to hold any of their arrays.
 
 A checkpoint is a directory `step_N` of named trees of arrays (each role's parameters and optimizer state as separate
-items) and one JSON item with the rest (step, data position, algorithm state). Saves are asynchronous and atomic: a
-directory under its final name is complete. Every item has checksums of its files, which are compared before the item is
-read.
+items) and one JSON item with the rest (step, data position, algorithm state, metric). Saves are asynchronous and
+atomic: a directory under its final name is complete. Every item has checksums of its files, which are compared before
+the item is read. Orbax's own files have no checksums, and nothing depends on what they say.
 """
 
 import asyncio
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers, handlers
 
-from jaxrlhf.checkpoint.checksums import Damaged, damage_of, is_special, special_file, write_checksums
+from jaxrlhf.checkpoint.checksums import FILE, Damaged, damage_of, special_file, write_checksums
 from jaxrlhf.checkpoint.items import Item, TreeItem, read_each
+from jaxrlhf.checkpoint.ranking import KeepBest, unchecked_metric
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
+from jaxrlhf.tracking import say
 
-_METRIC = "score"
 _PREFIX = "step"
-_READ_AT_START = ("_CHECKPOINT_METADATA", "metrics/metrics")
-"""Files of each checkpoint that orbax reads when its manager starts."""
-
-
-def _rank(metrics: Mapping[str, float]) -> float:
-    return metrics.get(_METRIC, -math.inf)
-
-
-class _KeepBest(checkpoint_managers.PreservationPolicy):
-    """Preservation policy that keeps the checkpoints with the highest metric, and none without a metric."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        measured = [checkpoint for checkpoint in checkpoints if checkpoint.metrics]
-        best = sorted(measured, key=lambda checkpoint: _rank(checkpoint.metrics), reverse=True)[: self._count]
-        return [checkpoint in best for checkpoint in checkpoints]
+_UNCHECKED = {"state", "arrays"}
+"""Keys of a JSON state of an earlier version, which wrote no checksums."""
 
 
 @dataclass
@@ -141,14 +126,28 @@ class Checkpoints:
       keep_last: Number of newest checkpoints kept.
       keep_best: Number of checkpoints with the highest metric, kept in addition.
       read_only: True changes nothing. A reader must not clean up: apparent leftovers may be a save in progress.
+      on_damage: What `pass_over` does with a damaged checkpoint; see `config.Checkpointing`.
+
+    Raises:
+      Damaged: The metric of a checkpoint cannot be read, and the checkpoint was not passed over. A reader needs none.
     """
 
-    def __init__(self, directory: Path, *, keep_last: int = 2, keep_best: int = 0, read_only: bool = False) -> None:
-        policies = [checkpoint_managers.LatestN(n=keep_last), _KeepBest(keep_best)]
-        options = ocp.CheckpointManagerOptions(
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep_last: int = 2,
+        keep_best: int = 0,
+        read_only: bool = False,
+        on_damage: Literal["stop", "previous"] = "stop",
+    ) -> None:
+        self.directory = directory.absolute()
+        self._on_damage = on_damage
+        self._metrics: dict[int, float] = {}
+        policies = [checkpoint_managers.LatestN(n=keep_last), KeepBest(keep_best, self._metrics)]
+        self._options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
-            # Orbax stores metrics, and restores them on a resume, only if it has a function that ranks them.
-            best_fn=_rank,
+            lightweight_initialize=True,  # reads none of orbax's own files
             # Orbax's own `read_only` is these two options, a ban on saves, and two warnings.
             cleanup_tmp_directories=not read_only,
             create=not read_only,
@@ -156,26 +155,30 @@ class Checkpoints:
             # Items are written by processes that cannot be notified when directories appear.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
+        self._open()
+        if not read_only:
+            try:
+                self._rank()
+            except Damaged:
+                self._manager.close()
+                raise
+
+    def _open(self) -> None:
         registry = handlers.DefaultCheckpointHandlerRegistry()
         self._handler = _ItemHandler()
         registry.add(None, _ItemArgs, self._handler)
-        self.directory = directory.absolute()
-        for file in sorted(file for name in _READ_AT_START for file in self.directory.glob(f"{_PREFIX}_*/{name}")):
+        self._manager = ocp.CheckpointManager(self.directory, options=self._options, handler_registry=registry)
+
+    def _rank(self) -> None:
+        """Read the metrics of all checkpoints, which decide what a save deletes."""
+        for step in self.steps():
             try:
-                if is_special(file):
-                    raise OSError(f"{file} is no regular file")
-                if file.name == "metrics":
-                    json.loads(file.read_text())
-            except (ValueError, OSError, RecursionError) as error:
-                raise Damaged(
-                    f"{file} is damaged ({reason_of(error)}); move {file.parents[1]} to another folder"
-                ) from error
-        try:
-            self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=registry)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise Damaged(
-                f"the metadata of a checkpoint in {self.directory} are damaged ({reason_of(error)}); move it away"
-            ) from error
+                metric = self._metric(step)
+            except Damaged as damage:
+                self.pass_over(step, damage)
+                continue
+            if metric is not None:
+                self._metrics[step] = metric
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint."""
@@ -187,7 +190,7 @@ class Checkpoints:
 
     def folder(self, step: int, item: str) -> Path:
         """Return the folder of one item of a checkpoint, for `TreeItem.restore`."""
-        return self.directory / f"{_PREFIX}_{step}" / item
+        return self._checkpoint(step) / item
 
     def checked_folder(self, step: int, item: str) -> Path:
         """Return the folder of one item of a checkpoint, after a comparison of its files with their checksums.
@@ -208,14 +211,34 @@ class Checkpoints:
         """
         return {*self._host_state(step)["arrays"]}
 
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the JSON state that `save` was given.
+
+        Raises:
+          Damaged: The JSON state is not what was saved.
+        """
+        return self._host_state(step)["state"]
+
+    def pass_over(self, step: int, damage: Damaged) -> None:
+        """Set a damaged checkpoint aside and say so, if a run may resume from another one.
+
+        Raises:
+          Damaged: `on_damage` is `stop`, or there is no other checkpoint.
+        """
+        if self._on_damage == "stop" or self.steps() == [step]:
+            raise damage
+        say(f"{damage}\nmoved the checkpoint to {self.set_aside(step)}")
+
     def set_aside(self, step: int) -> Path:
         """Move a checkpoint to a folder next to the checkpoints, so that the step can be saved again."""
         aside = self.directory.with_name(f"{self.directory.name}_damaged") / f"{_PREFIX}_{step}"
         while aside.exists():
             aside = aside.with_name(f"{aside.name}_again")
         aside.parent.mkdir(exist_ok=True)
-        (self.directory / f"{_PREFIX}_{step}").rename(aside)
-        self._manager.reload()
+        self._manager.close()
+        self._checkpoint(step).rename(aside)
+        self._metrics.pop(step, None)
+        self._open()  # the manager's `reload` would read orbax's own files
         return aside
 
     def save(
@@ -230,20 +253,19 @@ class Checkpoints:
           host: JSON-able state.
           metric: Metric that ranks the checkpoint for `keep_best`; without a metric, or with NaN, it is not ranked.
         """
+        metric = None if metric is None or math.isnan(metric) else metric
         contents: dict[str, Any] = {
             "state": dict(host),
             "arrays": {name: item.describe() for name, item in items.items()},
+            "metric": metric,
         }
         contents["checksum"] = _checksum(contents)
+        self._metrics.pop(step, None)
+        if metric is not None:
+            self._metrics[step] = metric
         args = {name: _ItemArgs(item) for name, item in items.items()}
-        metrics = {} if metric is None or math.isnan(metric) else {_METRIC: metric}
         with self._reconciled():
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(**args, host=ocp.args.JsonSave(contents)),
-                metrics=metrics,
-                force=True,
-            )
+            self._manager.save(step, args=ocp.args.Composite(**args, host=ocp.args.JsonSave(contents)), force=True)
 
     def restore(self, step: int, items: Mapping[str, Item]) -> dict[str, Any]:
         """Read arrays into the items, each in its current shapes, dtypes and layouts; return the JSON state.
@@ -288,29 +310,46 @@ class Checkpoints:
         self._check(name, step, contents["arrays"], TreeItem(lambda: target, lambda tree: None).describe())
         return read_each(self.checked_folder(step, name), target)
 
+    def _metric(self, step: int) -> float | None:
+        """Return the metric that ranks a saved checkpoint; None if it has none."""
+        contents = self._host_state(step)
+        return contents["metric"] if "metric" in contents else unchecked_metric(self._checkpoint(step))
+
     def _host_state(self, step: int) -> dict[str, Any]:
-        """Return the state that `save` wrote with the arrays, and the arrays' dtypes and shapes."""
-        place = self.folder(step, "host")
-        if (damage := special_file(place.parent)) is not None:
+        """Return the state that `save` wrote with the arrays, the arrays' dtypes and shapes, and the metric."""
+        place = self.folder(step, "host") / "metadata"
+        if (damage := special_file(self._checkpoint(step))) is not None:
             raise self._damaged(step, damage)
         try:
             contents = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
-            whole = "checksum" not in contents or contents["checksum"] == _checksum(contents)
+            if "checksum" in contents:
+                whole = contents["checksum"] == _checksum(contents)
+            else:
+                whole = contents.keys() == _UNCHECKED and not any(self._checkpoint(step).glob(f"*/{FILE}"))
             for part in (contents["state"], contents["arrays"], *contents["arrays"].values()):
                 dict(**part)  # an error unless it is a dict
-        except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
             raise self._damaged(step, f"{place} cannot be read: {reason_of(error)}") from error
         if not whole:
             raise self._damaged(step, f"{place} has a wrong checksum, so its contents changed after saving")
         return contents
 
+    def _checkpoint(self, step: int) -> Path:
+        return self.directory / f"{_PREFIX}_{step}"
+
     def _damaged(self, step: int, damage: str) -> Damaged:
         others = [other for other in self.steps() if other != step]
         there = f"other checkpoints: steps {', '.join(map(str, others))}" if others else "no other checkpoints"
-        return Damaged(
-            f"the checkpoint of step {step} is damaged: {damage}; {there}. To resume a run from the previous "
-            "checkpoint, set checkpoint.on_damage='previous'; to read another step, pass --step"
-        )
+        if not others:
+            advice = ". Restore the checkpoint from a copy, or choose another workdir to start again"
+        elif self._on_damage == "stop":
+            advice = (
+                ". To resume a run from the previous checkpoint, set checkpoint.on_damage='previous'; to read another "
+                "step, pass --step"
+            )
+        else:
+            advice = ""
+        return Damaged(f"the checkpoint of step {step} is damaged: {damage}; {there}{advice}")
 
     def _check(self, name: str, step: int, arrays: Mapping[str, dict[str, str]], wanted: Mapping[str, str]) -> None:
         place = f"{self.directory} step {step}"

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxrlhf.batch import Params
+from jaxrlhf.checkpoint.checksums import damage_of, write_checksums
 from jaxrlhf.checkpoint.items import TreeItem, read_each, stored_shapes
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import read_object
@@ -47,6 +48,8 @@ def load_pretrained(
     """Load the parameters of a Hugging Face or converted checkpoint, in a layout; see `load_params`."""
     if not is_converted(path):
         return load_params(path, config, head, shardings, dtype=dtype, keep=keep)
+    if jax.process_index() == 0:  # of several processes, one reads all files
+        _check_whole(path)
     check_pretrained(path, config, head)
     shapes = param_shapes(config, head)
     dtypes = dtype if isinstance(dtype, dict) else jax.tree.map(lambda _: dtype, shapes)
@@ -122,6 +125,7 @@ def export_converted(
     target = jax.tree.map_with_path(place, param_shapes(config, head))
     arrays = read_each(_weights(path), target)
     converted = dtype or read_object(_weights(path) / _DTYPES, "convert the checkpoint again")  # by tensor name
+    _check_whole(path)
     save_each(arrays, config, head, directory, dtype=converted, source=path, progress=progress)
 
 
@@ -169,8 +173,19 @@ def convert(
     item.merge()
     if jax.process_index() == 0:
         (_weights(directory) / _DTYPES).write_text(json.dumps(dtypes, indent=0, sort_keys=True) + "\n")
+        write_checksums(_weights(directory))
         copy_description(found, directory)
     _barrier("the checkpoint is complete")
+
+
+def _check_whole(path: str | Path) -> None:
+    """Compare the files of a converted checkpoint with their checksums; an earlier version wrote none.
+
+    Raises:
+      Refusal: A file is not what was written.
+    """
+    if (damage := damage_of(_weights(path), checked=False)) is not None:
+        raise Refusal(f"{damage}; convert the checkpoint again")
 
 
 def _weights(path: str | Path) -> Path:

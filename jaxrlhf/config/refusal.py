@@ -37,7 +37,7 @@ def read_object(file: Path, remedy: str) -> dict[str, Any]:
     """
     try:
         if not file.is_file():  # reading a pipe would wait for its writer
-            raise FileNotFoundError("no such file")
+            raise FileNotFoundError("no regular file" if file.exists() else "no such file")
         fields = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise Refusal(f"{file} cannot be read as JSON ({reason_of(error)}); {remedy}") from error

@@ -167,7 +167,7 @@ class Config(Settings):
             offload=(),
             reference_layout=None,
             evaluation=Evaluation(every_steps=0, problems=1),
-            checkpoint=Checkpointing(every_steps=0, keep_last=1, keep_best=0),
+            checkpoint=Checkpointing(every_steps=0, keep_last=1, keep_best=0, on_damage=self.checkpoint.on_damage),
         )
         return (first, self)
 

@@ -21,8 +21,8 @@ class Checkpointing(Settings):
       keep_best: Number of best checkpoints kept in addition to the newest: highest `eval/accuracy`, or lowest
         `eval/loss` if no answers are scored. Checkpoints can only be ranked if they fall on evaluated steps. None is 1
         if they do, else 0.
-      on_damage: What a resumed run does if files of its newest checkpoint are damaged: `stop` names the damage, and
-        `previous` moves the checkpoint aside and continues from the one before.
+      on_damage: What a resumed run does if files of its newest checkpoint, or the metric of an older one, are damaged:
+        `stop` names the damage, and `previous` moves the checkpoint aside and continues from the one before.
     """
 
     every_steps: NotNegative[int] | None = None

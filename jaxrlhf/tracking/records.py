@@ -97,13 +97,8 @@ def jsonable(value: Any) -> Any:
 
 
 def _end_of_step(path: Path, step: int) -> int:
-    """Return the offset in bytes after the last record up to `step`."""
-    end = 0
-    for record, after in _scan(path):
-        if record["step"] > step:
-            break
-        end = after
-    return end
+    """Return the offset in bytes after the last record up to `step`; one damaged `step` before it loses no record."""
+    return max((end for record, end in _scan(path) if record["step"] <= step), default=0)
 
 
 def _scan(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
@@ -121,7 +116,9 @@ def _scan(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
                     return
                 damage = f"{path}, line {number}, is not a JSON object with a 'step': {line[:60]!r}"
                 if not found:  # maybe a file that no run wrote, which must not be continued
-                    raise Refusal(damage) from error
+                    raise Refusal(
+                        f"{damage}; if a run wrote the file, delete the line, else move the file to another folder"
+                    ) from error
                 warnings.warn(f"{damage}; skipping the line", stacklevel=2)
                 continue
             if not line.endswith(b"\n"):  # without its line break, the next record would be on the same line

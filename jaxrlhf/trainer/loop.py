@@ -11,11 +11,11 @@ import numpy as np
 from jaxrlhf.batch import Problem
 from jaxrlhf.batching.transfer_protocol import Part, parts_of
 from jaxrlhf.checkpoint import Checkpoints, Damaged, Item
-from jaxrlhf.config import Config, Refusal, function_of
+from jaxrlhf.config import Config, Refusal, function_of, to_json
 from jaxrlhf.dataflows.batches.scored import ScoredRollout, mean_scores
 from jaxrlhf.dataflows.step import Metrics, StepResult, value_of
 from jaxrlhf.single_controller.pools import Roles
-from jaxrlhf.tracking import Call, StepCalls, say
+from jaxrlhf.tracking import Call, StepCalls
 from jaxrlhf.trainer.evaluation import HeldOutSet, evaluations
 from jaxrlhf.trainer.failures import DiskFull, afterwards, writing
 from jaxrlhf.trainer.log import PhaseLog
@@ -245,7 +245,9 @@ class Loop:
 
     def _save(self, number: int, state: dict[str, float], metrics: Metrics) -> None:
         self._task = "saving"
+        adapters = {role: to_json(one.lora) for role, one in self.config.trained.items() if one.lora is not None}
         host = {"step": number, "state": state, **self.schedule.state(), "counters": self.roles.counters()}
+        host["adapters"] = adapters  # config.json has their scale, too; an export compares the two
         metric = metrics.get("eval/accuracy")
         if metric is None and "eval/loss" in metrics:
             metric = -metrics["eval/loss"]
@@ -278,9 +280,7 @@ class Loop:
             self.roles.set_counters(host["counters"])
             self.schedule.restore(host)
         except Damaged as damage:
-            if self.config.saving.on_damage == "stop" or len(self.checkpoints.steps()) == 1:
-                raise
-            say(f"{damage}\nmoved the checkpoint to {self.checkpoints.set_aside(latest)}")
+            self.checkpoints.pass_over(latest, damage)
             return self._resume()
         return latest, self.config.algorithm.resumed_state(host["state"])
 

@@ -1,6 +1,6 @@
 """Export of runs that trained LoRA adapters: the base weights, and base weights and adapters merged."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from jaxrlhf.config.refusal import read_object, reading
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.peft import WEIGHTS, save_adapters
+from jaxrlhf.models.huggingface.save import save_tokenizer
 from jaxrlhf.models.linear import Adapter
 from jaxrlhf.models.lora.lora import adapter_shapes, change_of, is_matrix
 from jaxrlhf.models.lora.quantized import quantize
@@ -47,16 +48,30 @@ class AdaptedRun:
     cold_start: Path | None
 
     @classmethod
-    def of(cls, run: Path, role: str) -> "AdaptedRun":
-        """Read the description from the run's workdir."""
+    def of(cls, run: Path, role: str, saved: Mapping[str, Any]) -> "AdaptedRun":
+        """Read the description from the run's workdir.
+
+        Args:
+          saved: JSON state of a checkpoint of the run, with the settings that its adapters were trained with.
+
+        Raises:
+          Refusal: config.json is damaged, or differs from the checkpoint.
+        """
         config = read_object(run / SETTINGS, PUT_BACK)
         with reading(run / SETTINGS, PUT_BACK):
-            return cls._of(config, run, role)
+            return cls._of(config, run, role, saved)
 
     @classmethod
-    def _of(cls, config: dict[str, Any], run: Path, role: str) -> "AdaptedRun":
+    def _of(cls, config: dict[str, Any], run: Path, role: str, saved: Mapping[str, Any]) -> "AdaptedRun":
         training = config["actor"] if role == "actor" else config["algorithm"][role]
         lora = {name: value for name, value in training["lora"].items() if name != "class"}
+        trained = saved.get("adapters", {}).get(role, {})  # an earlier version saved none
+        for name, value in lora.items():
+            if trained.get(name, value) != value:
+                raise Refusal(
+                    f"{run / SETTINGS} has {name}={value!r} for the adapters of {role}, but the checkpoint was trained "
+                    f"with {trained[name]!r}; {PUT_BACK}"
+                )
         kinds: dict[str, Any] = {kind.__name__: kind for kind in (FromScratch, Pretrained)}
         model = dict(config["model"])
         if isinstance(tower := model.get("vision"), dict):
@@ -129,7 +144,7 @@ class AdaptedRun:
         """
         source = checkpoint_of(self.model, cold_start=self.cold_start is not None)
         save_adapters(adapters, config, head, self.lora, directory, model=source.path, dtype=jnp.dtype(dtype))
-        tokenizer.save_pretrained(directory)
+        save_tokenizer(tokenizer, directory)
         size = (directory / WEIGHTS).stat().st_size
         progress(size, size)
 

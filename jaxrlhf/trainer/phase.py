@@ -235,7 +235,12 @@ def run_phase(
     total = config.steps * algorithm.updates_per_step(config.rollout)
     roles = pools.roles(Phase(config, tuple(config.all_roles), total, start))
     saving = config.saving
-    checkpoints = Checkpoints(config.folder / CHECKPOINTS, keep_last=saving.keep_last, keep_best=saving.keep_best or 0)
+    checkpoints = Checkpoints(
+        config.folder / CHECKPOINTS,
+        keep_last=saving.keep_last,
+        keep_best=saving.keep_best or 0,
+        on_damage=saving.on_damage,
+    )
     generates = "reward" in config.roles or (held_out and config.answers_held_out)
     train_lengths = data.train.problems.prompt_tokens.lengths.tolist() if generates else []
     evaluated = [*(held_out if generates else ()), *(problem for one in sets for problem in one.problems)]

@@ -91,7 +91,7 @@ def export_policy(
             folder = (checkpoints.checked_folder if optimizer in held else checkpoints.folder)(step, optimizer)
             arrays = average_of(folder, param_shapes(config, head, jnp.float32))
         elif role + SUFFIX in held:
-            adapted = AdaptedRun.of(run, role)
+            adapted = AdaptedRun.of(run, role, checkpoints.state(step))
             adapters = adapted.adapters(checkpoints, step, role, config, head)
             if not merge:
                 tokenizer = load_tokenizer(str(model))
@@ -193,12 +193,12 @@ def choose_policy(config: Config, policy: str | None, step: int | None = None) -
     if from_run:
         with closing(Checkpoints(place / CHECKPOINTS, read_only=True)) as checkpoints:
             step = chosen_step(checkpoints, step)
-            held = checkpoints.holds(step)
+            held, saved = checkpoints.holds(step), checkpoints.state(step)
             start, adapters = (
                 checkpoints.checked_folder(step, item) if item in held else None for item in ("actor", f"actor{SUFFIX}")
             )
         if adapters is not None:
-            run = AdaptedRun.of(place, "actor")
+            run = AdaptedRun.of(place, "actor", saved)
             actor = replace(config.actor, lora=run.lora)
             config, start = replace(config, model=run.model, seed=run.seed, actor=actor), run.trained_weights
         elif start is None:

@@ -6,12 +6,11 @@ from typing import Any
 from jaxrlhf.checkpoint import identity
 from jaxrlhf.config import Config, FromScratch, Lora, Pretrained, Refusal, to_json
 from jaxrlhf.config.refusal import read_object, reading
-from jaxrlhf.tracking.files import SETTINGS
+from jaxrlhf.tracking.files import SETTINGS, STARTED_FROM
 from jaxrlhf.tracking.records import write_json
 
 Described = dict[str, Any]
 
-STARTED_FROM = "weights.json"
 PUT_BACK = "the file describes the checkpoints of the run; restore the file that the run wrote"
 _FREE = ("name", "workdir", "resume", "trackers")
 """Settings that do not affect training."""
@@ -66,7 +65,7 @@ def _check_start(workdir: Path, config: Config, saved: Described) -> None:
     described = workdir / STARTED_FROM
     if "path" in before and isinstance(config.model, Pretrained) and described.exists():
         given = identity(config.model.path, fetch=before["path"] != now["path"])
-        known = None if described.read_text() == "null\n" else read_object(described, PUT_BACK)
+        known = _known(described)
         if known and given:
             _check_same_weights(workdir, before.pop("path"), known, now.pop("path"), given)
     _check_same(workdir, "model", before, now)
@@ -77,6 +76,13 @@ def _check_start(workdir: Path, config: Config, saved: Described) -> None:
         settings = saved["actor"] if role == "actor" else saved["algorithm"].get(role)
         before, now = _lora(settings and settings["lora"]), _lora(to_json(training.lora))
         _check_same(workdir, f"{role}.lora", before, now)
+
+
+def _known(described: Path) -> Described | None:
+    """Read the identity of the weights that a run started from; None if they were not on the machine at its start."""
+    if described.is_file() and described.read_bytes() == b"null\n":
+        return None
+    return read_object(described, PUT_BACK)
 
 
 def _flat(described: Described, prefix: str = "") -> Described:

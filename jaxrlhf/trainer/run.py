@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.checkpoint import Checkpoints, check_local
+from jaxrlhf.checkpoint import Checkpoints, Damaged, check_local
 from jaxrlhf.config import Config, ModelReward, Pretrained, Refusal, checked, function_of
 from jaxrlhf.dataflows.step import Metrics
 from jaxrlhf.models import model_config, tokenizer_of
@@ -171,11 +171,21 @@ def _check_workdir(config: Config) -> None:
 
 
 def _trained(phase: Config) -> Path | None:
-    """Return the policy of a finished phase, in its last checkpoint; None if the phase is not finished."""
-    if not (phase.folder / CHECKPOINTS).is_dir():
+    """Return the policy of a finished phase, in its last checkpoint; None if the phase is not finished.
+
+    Raises:
+      Damaged: The last checkpoint is damaged, and was not passed over.
+    """
+    folder = phase.folder / CHECKPOINTS
+    if not folder.is_dir():
         return None
-    with closing(Checkpoints(phase.folder / CHECKPOINTS, read_only=True)) as checkpoints:
+    with closing(Checkpoints(folder, on_damage=phase.saving.on_damage)) as checkpoints:
         if checkpoints.latest() != phase.steps:
             return None
+        try:
+            policy = checkpoints.checked_folder(phase.steps, "actor")
+        except Damaged as damage:
+            checkpoints.pass_over(phase.steps, damage)
+            return None  # the phase resumes from the checkpoint before
         say(resuming(phase, phase.steps))
-        return checkpoints.checked_folder(phase.steps, "actor")
+        return policy

@@ -1,6 +1,9 @@
 """Table of derived settings that a run prints before it starts."""
 
-from jaxrlhf.config import Config, CosineLengthReward, MathReward, PolicyGradient
+from collections.abc import Sequence
+
+from jaxrlhf.batch import Problem
+from jaxrlhf.config import Config, CosineLengthReward, MathReward, PolicyGradient, RewardPart
 from jaxrlhf.data.sources import Loaded
 from jaxrlhf.models import AnyModel, CausalLM
 from jaxrlhf.models.counts import weight_counts
@@ -70,8 +73,13 @@ def _held_out_rows(config: Config, data: RunData) -> list[SummaryRow]:
 def _reference_rows(config: Config, data: RunData) -> list[SummaryRow]:
     """Build the rows of reference answers that `MathReward` can only compare as text."""
     parts = [part for parts in (config.rewards.parts, *config.source_rewards.values()) for part in parts]
-    splits = [("references", parts, data.train.problems), ("held-out references", parts, data.held_out)]
-    splits += [(f"references of set {one.settings.name}", one.settings.rewards, one.problems) for one in data.sets]
+    splits: list[tuple[str, Sequence[RewardPart], Sequence[Problem]]] = [
+        ("references", parts, data.train.problems),
+        ("held-out references", parts, data.held_out),
+    ]
+    for one in data.sets:
+        of_set = config.rewards.parts if one.settings.rewards is None else one.settings.rewards
+        splits.append((f"references of set {one.settings.name}", of_set, one.problems))
     rows: list[SummaryRow] = []
     for name, rewards, problems in splits:
         rewards = [*rewards, *(part.correct for part in rewards if isinstance(part, CosineLengthReward))]

@@ -6,15 +6,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jaxrlhf.config import COLD_START, Refusal
+from jaxrlhf.models.huggingface.hub import check_files
 from jaxrlhf.single_controller.pools import REWARD_OUTPUT
 from jaxrlhf.tracking import say
-from jaxrlhf.tracking.files import CURVE, EVALUATION, METRICS, SAMPLES, SETTINGS, TIMELINE, TIMELINE_PICTURE
+from jaxrlhf.tracking.files import (
+    CURVE,
+    EVALUATION,
+    METRICS,
+    SAMPLES,
+    SETTINGS,
+    STARTED_FROM,
+    TIMELINE,
+    TIMELINE_PICTURE,
+)
 
 LOCK = "lock"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 
-_FILES = LOCK, METRICS, SAMPLES, EVALUATION, CURVE, TIMELINE, TIMELINE_PICTURE, SETTINGS, REWARD_OUTPUT
+_FILES = LOCK, METRICS, SAMPLES, EVALUATION, CURVE, TIMELINE, TIMELINE_PICTURE, SETTINGS, STARTED_FROM, REWARD_OUTPUT
 _FOLDERS = CHECKPOINTS, MODEL, COLD_START
 
 
@@ -31,6 +41,7 @@ def locked(workdir: Path) -> Iterator[None]:
         if path.exists() and not expected(path):  # a pipe would make the run wait for a reader
             kind = "folder" if expected is Path.is_dir else "regular file"
             raise Refusal(f"{path} is no {kind}, which a run writes there; move it away, or choose another workdir")
+    check_files(workdir / MODEL)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = open(workdir / LOCK, "w")  # noqa: SIM115  open until the end of the block

@@ -88,7 +88,7 @@ class RunFiles:
         folder = self._folder(run)
         for place in (folder, folder.parent):
             file = _target(place / SETTINGS)
-            if file.is_file() and file.is_relative_to(self.root):
+            if file.exists() and file.is_relative_to(self.root):
                 if (size := file.stat().st_size) > LARGEST_SETTINGS:
                     raise Refusal(f"{file} has {size} bytes, expected at most {LARGEST_SETTINGS}; restore the file")
                 return dict(_flat(read_object(file, "restore the file")))

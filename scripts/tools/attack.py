@@ -14,7 +14,10 @@ import time
 from scripts.pages import ROOT
 
 ATTACKS = {
-    "flipped bits and missing files of checkpoints": ["tests/checkpoint/test_checkpoint.py"],
+    "flipped bits and missing files of checkpoints": [
+        *("tests/checkpoint/test_checkpoint.py", "tests/checkpoint/test_damaged_state.py"),
+        *("tests/checkpoint/test_pipes.py", "tests/runs/test_damaged_policy.py"),
+    ],
     "kills, damaged checkpoints, a full disk": ["tests/runs/test_resume.py", "tests/runs/test_odd_folders.py"],
     "kills of asynchronous runs": ["tests/runs/test_asynchronous.py"],
     "records of other programs, cut and damaged lines": ["tests/tracking/test_tracking.py"],

@@ -389,7 +389,9 @@ def test_step_of_a_moved_checkpoint_can_be_saved_again(stored, opened, tmp_path)
 
 
 def test_damaged_metric_file_is_named(stored, opened, tmp_path):
+    test_checkpoint_of_an_earlier_version_has_no_checksums(stored, tmp_path)
     file = tmp_path / "checkpoints" / "step_5" / "metrics" / "metrics"
+    file.parent.mkdir()
     file.write_text("")
     with pytest.raises(Damaged, match=f"{re.escape(str(file))} is damaged .*; move .*step_5 to another folder"):
         opened()

@@ -1,6 +1,7 @@
 """Checkpoints that runs start from: Hugging Face's, converted ones, and exports."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from tiny_runs import get_config, numbers, write_policy
 from jaxrlhf import models
 from jaxrlhf.checkpoint import load_pretrained
 from jaxrlhf.checkpoint.pretrained import convert, export_converted
-from jaxrlhf.config import Evaluation, Pretrained
+from jaxrlhf.config import Evaluation, Pretrained, Refusal
 from jaxrlhf.trainer.policy import export_policy
 from jaxrlhf.trainer.run import run
 
@@ -143,6 +144,28 @@ def test_converted_checkpoint_without_dtypes(converted, tmp_path):
     with pytest.raises(ValueError, match=r"dtypes\.json cannot be read .*no such file.*; convert the checkpoint again"):
         export_converted(tmp_path / "converted", tmp_path / "back")
     assert not list((tmp_path / "back").glob("*"))
+
+
+@pytest.mark.parametrize("damaged", ["an array", "dtypes.json"])
+def test_damage_of_a_converted_checkpoint_is_noticed(converted, tmp_path, damaged):
+    copy = shutil.copytree(converted, tmp_path / "converted")
+    files = [file for file in (copy / "weights").rglob("*") if file.is_file()]
+    file = max(files, key=lambda file: file.stat().st_size) if damaged == "an array" else copy / "weights" / damaged
+    content = file.read_bytes()
+    place = content.index(b"bfloat16") if damaged == "dtypes.json" else len(content) // 2
+    file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    config = models.read_config(copy)
+    words = rf"{re.escape(str(file))} has a wrong checksum.*; convert the checkpoint again"
+    with pytest.raises(Refusal, match=words):
+        load_pretrained(copy, config, "lm", split_over_all(config, "lm"))
+    with pytest.raises(Refusal, match=words):
+        export_converted(copy, tmp_path / "back")
+    assert not list((tmp_path / "back").glob("*"))
+    file.write_bytes(content)
+    (copy / "weights" / "checksums.json").unlink()  # as an earlier version wrote it
+    export_converted(copy, tmp_path / "back")
+    export_converted(converted, tmp_path / "whole")
+    same_tensors(tmp_path / "back", tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -7,10 +7,13 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from jaxrlhf.config import Arithmetic, PromptFile, Refusal
+from jaxrlhf.config import Arithmetic, FromScratch, Lora, Pretrained, PromptFile, Refusal
 from jaxrlhf.data.arithmetic import LEVELS, arithmetic_records
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import decoder, embedded_tokenizer, load_tokenizer, misread
+from jaxrlhf.models import model_config
+from jaxrlhf.models.huggingface.save import save_description
+from jaxrlhf.trainer import lora_export
 
 TEXTS = [
     "Mia has 12 marbles.\nShe finds 5 more.",
@@ -250,3 +253,21 @@ def test_code_of_a_tokenizer_is_not_run(tokenizer, tmp_path):
     with pytest.raises(Refusal, match="is Python code, which is not run here"):
         load_tokenizer(str(tmp_path))
     assert not (tmp_path / "ran").exists()
+
+
+def test_saved_tokenizer_names_no_code_of_its_source(tmp_path, monkeypatch):
+    places = {name: tmp_path / name / "tokenizer_config.json" for name in ("source", "plain", "model", "adapters")}
+    embedded_tokenizer().save_pretrained(tmp_path / "source")
+    named = json.loads(places["source"].read_text()) | {"auto_map": {"AutoProcessor": "own.Processor"}}
+    places["source"].write_text(json.dumps(named))
+    tokenizer = load_tokenizer(str(tmp_path / "source"))
+    tokenizer.save_pretrained(tmp_path / "plain")
+    (tmp_path / "adapters").mkdir()
+    monkeypatch.setattr(lora_export, "save_adapters", lambda *given, **_: (given[4] / lora_export.WEIGHTS).touch())
+    adapted = lora_export.AdaptedRun(Lora(), Pretrained("base"), seed=0, cold_start=None)
+    how = {"tokenizer": tokenizer, "dtype": "float32", "progress": lambda done, total: None}
+    adapted.save({}, None, "lm", tmp_path / "adapters", **how)
+    save_description(model_config(FromScratch(), tokenizer), tmp_path / "model", tokenizer=tokenizer)
+    written = {name: json.loads(file.read_text()) for name, file in places.items()}
+    assert written["plain"].pop("auto_map")  # as transformers writes it
+    assert written["adapters"] == written["model"] == written["plain"]

@@ -101,7 +101,7 @@ gate = threading.Event()
 threading.Thread(target=gate.wait, daemon=True).start()  # with another thread, a fork is not safe
 control, end = socket.socketpair()
 control = SimpleNamespace(send=print, fileno=control.fileno)
-server = _Server(control, os.getpid(), None, "no:loader", Path("{tmp_path}"))
+server = _Server(control, 2, os.getpid(), None, "no:loader", Path("{tmp_path}"))
 pid = server._make(end)
 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 subprocess.run(["true"])  # polls all child processes

@@ -56,10 +56,13 @@ def test_dry_run_prints_the_settings_and_does_nothing(tmp_path, monkeypatch, cap
 
 
 def test_dry_run_counts_the_references_that_can_only_be_compared_as_text(tmp_path, capsys):
+    def file_of(name):
+        return PromptFile("-", evaluation=str(tmp_path / f"{name}.jsonl"))
+
     plain, formulas = ["7"] * 8, ["7", r"\int_0^1 x\,dx"] * 4
     sets = (
-        EvaluationSet("sums", PromptFile("-", evaluation=str(tmp_path / "formulas.jsonl")), rewards=(MathReward(),)),
-        EvaluationSet("plain", PromptFile("-", evaluation=str(tmp_path / "plain.jsonl")), rewards=(MathReward(),)),
+        EvaluationSet(name="sums", data=file_of("formulas"), rewards=(MathReward(),)),
+        EvaluationSet(name="plain", data=file_of("plain"), rewards=(MathReward(),)),
     )
     for name, given in (("plain", plain), ("formulas", formulas)):
         lines = (json.dumps({"prompt": f"{n}?", "answer": answer}) + "\n" for n, answer in enumerate(given))

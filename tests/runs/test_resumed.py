@@ -1,6 +1,8 @@
 """A run is not resumed with what makes other numbers of its checkpoints."""
 
 import json
+import os
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -12,7 +14,7 @@ from tiny_runs import get_config
 
 import jaxrlhf
 from jaxrlhf.checkpoint import Checkpoints, Damaged, TreeItem
-from jaxrlhf.config import ColdStart, Config, FromScratch, Lora, Nnx, Pretrained, to_json
+from jaxrlhf.config import Checkpointing, ColdStart, Config, FromScratch, Lora, Nnx, Pretrained, Refusal, to_json
 from jaxrlhf.trainer import run as whole
 from jaxrlhf.trainer.resume import changed_settings, check_same_start, describe_start
 
@@ -145,6 +147,23 @@ def test_of_a_run_that_did_not_write_down_its_weights_only_the_path_is_known(ref
         resume(tmp_path, checkpoint.rename(tmp_path / "there"))
 
 
+@pytest.mark.parametrize("damage", ["a pipe", "a folder", "bytes", "a list"])
+def test_damaged_identity_of_the_weights_is_refused(checkpoint, damage, tmp_path):
+    file = tmp_path / "run" / "weights.json"
+    file.write_text("null\n")
+    resume(tmp_path, checkpoint)  # the weights were not on the machine at the first start
+    file.unlink()
+    damages = {
+        "a pipe": lambda: os.mkfifo(file),
+        "a folder": file.mkdir,
+        "bytes": lambda: file.write_bytes(b'{"model.safetensors": "\x80"}'),
+        "a list": lambda: file.write_text("[]"),
+    }
+    damages[damage]()
+    with pytest.raises(Refusal, match=r"run/weights\.json .*restore the file that the run wrote"):
+        resume(tmp_path, checkpoint)
+
+
 def test_a_phase_that_is_over_is_not_opened_again(tmp_path, monkeypatch):
     opened, config = [], replace(get_config(), workdir=str(tmp_path))
     policy = tmp_path / "cold_start" / "checkpoints" / "step_2" / "actor"
@@ -166,6 +185,41 @@ def test_a_phase_that_is_over_is_not_opened_again(tmp_path, monkeypatch):
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(Damaged, match="the checkpoint of step 2 is damaged"):
         jaxrlhf.run(config)
+
+
+def test_a_damaged_phase_that_is_over_is_made_again_from_the_checkpoint_before(tmp_path, monkeypatch, capsys):
+    opened, saving = [], Checkpointing(every_steps=2, on_damage="previous")
+    config = replace(get_config(), workdir=str(tmp_path), checkpoint=saving)
+    folder = tmp_path / "cold_start" / "checkpoints"
+
+    def run_phase(context, config, pools, start, **_):
+        opened.append((config.name, config.saving.on_damage, start))
+        return config.folder
+
+    monkeypatch.setattr(whole, "run_phase", run_phase)
+    monkeypatch.setattr(whole, "_check_workdir", lambda config: None)
+
+    def saved(*steps: int) -> None:
+        with closing(Checkpoints(folder)) as checkpoints:
+            for step in steps:
+                checkpoints.save(step, {"actor": TreeItem(lambda: {"weight": np.ones(3)}, lambda tree: None)}, {})
+
+    saved(1, 2)
+    [file] = (folder / "step_2" / "actor").glob("manifest.ocdbt")
+    file.write_bytes(file.read_bytes()[:-1])
+    jaxrlhf.run(config)
+    cold = ("tiny (cold start)", "previous", None)
+    assert opened == [cold, ("tiny", "previous", tmp_path / "cold_start")]
+    said = capsys.readouterr().out
+    assert f"moved the checkpoint to {folder}_damaged/step_2" in said and "on_damage" not in said
+
+    saved(2)
+    shutil.rmtree(folder / "step_1")
+    [file] = (folder / "step_2" / "actor").glob("manifest.ocdbt")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(Damaged, match=r"no other checkpoints\. Restore the checkpoint from a copy, or choose another"):
+        jaxrlhf.run(config)
+    assert len(opened) == 2
 
 
 def test_what_is_the_same_is_not_refused(tmp_path):

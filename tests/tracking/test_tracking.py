@@ -137,6 +137,32 @@ def test_endless_line_is_refused(tmp_path):
     assert steps_of(path) == [1, 2]
 
 
+@pytest.mark.parametrize("line", range(1, 6))
+def test_a_flipped_step_loses_no_record(tmp_path, line):
+    whole, damaged = tmp_path / "whole.jsonl", tmp_path / "damaged.jsonl"
+    write_steps(whole, range(1, 8))
+    lines = whole.read_text().splitlines(keepends=True)
+    changed = [*lines]
+    changed[line - 1] = changed[line - 1].replace(f'"step": {line}', '"step": 9')
+    damaged.write_text("".join(changed))
+    for path in (whole, damaged):
+        write_steps(path, range(6, 8), resumed_step=5)
+    kept = lines[:4] if line == 5 else changed[:5]  # the last line of all is not known to be of step 5
+    assert damaged.read_text() == "".join([*kept, *lines[5:]])
+    assert whole.read_text() == "".join(lines)
+
+
+def test_damage_of_the_first_line_says_what_to_do(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"stfp": 1}\n{"step": 2}\n')
+    words = r"samples\.jsonl, line 1, .*; if a run wrote the file, delete the line, else move the file to another"
+    with pytest.raises(Refusal, match=words):
+        SampleFile(path, resumed_step=2)
+    path.write_text('{"step": 2}\n')
+    SampleFile(path, resumed_step=2).close()
+    assert path.read_text() == '{"step": 2}\n'
+
+
 def test_steps_must_ascend(tmp_path):
     log = JsonLines(tmp_path / "metrics.jsonl")
     log.log(2, {})

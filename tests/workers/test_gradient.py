@@ -259,8 +259,8 @@ def alone(untrained) -> list[np.ndarray]:
 def test_a_prompt_computed_once_is_a_prompt_computed_for_each_of_its_responses(
     untrained, alone: list[np.ndarray], settings: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_rows = settings.actor.tokens_per_microbatch <= 144  # small tiles leave few scores to compute in rows
-    monkeypatch.setattr(microbatch, "SHARED_TILE", 4 if in_rows else 128)
+    in_rows = settings.actor.tokens_per_microbatch <= 144  # with small tiles attention in rows is cheaper
+    monkeypatch.setattr(microbatch, "SHARED_TILE", 4 if in_rows else 4096)
     monkeypatch.setattr(attention_xla, "SHARED_TILE", 4)
     _, workers = build(settings)
     batch = of_prompts(experience(), responses=4)

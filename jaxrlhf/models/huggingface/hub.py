@@ -35,6 +35,7 @@ def resolve(path: str | Path, *, weights: bool = False) -> Path:
                 f"jaxrlhf.export {run} DIRECTORY` (--step sets the step), and use DIRECTORY"
             )
         _check_no_gguf_alone(directory)
+        check_files(directory)
         return directory
     if directory.suffix.lower() == GGUF and directory.is_file():
         return gguf_directory(directory)
@@ -56,6 +57,13 @@ def _check_no_gguf_alone(directory: Path) -> None:
             f"{directory} has {len(files)} {GGUF} file{'s' * (len(files) > 1)} and no config.json; use the path of a "
             f"file, such as {files[0]}"
         )
+
+
+def check_files(directory: Path) -> None:
+    """Refuse a folder, a pipe or a broken link under the name of a file; libraries fail on it, or wait for a writer."""
+    odd = (file for pattern in HUB_FILES for file in sorted(directory.glob(pattern)) if not file.is_file())
+    if (file := next(odd, None)) is not None:
+        raise Refusal(f"{file} is no regular file; restore the file, or move it away")
 
 
 def check_no_adapters_alone(directory: Path) -> None:

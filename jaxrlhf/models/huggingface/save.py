@@ -240,7 +240,7 @@ def _describe(directory: Path, fields: dict, tokenizer: Any, source: str | Path 
     if source is not None:
         copy_description(resolve(source), directory, HUB_FILES if tokenizer is None else _KEPT)
     if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
+        save_tokenizer(tokenizer, directory)
         if source is not None:
             _stop_at(tokenizer.eos_token_id, directory, source)
     (directory / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
@@ -265,9 +265,21 @@ def copy_description(source: Path, directory: Path, patterns: Sequence[str] = HU
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
         if file.name.endswith("_config.json") or file.name == "config.json":
-            fields = read_object(file, AGAIN)
-            if fields.pop("auto_map", None) is not None:
-                copy.write_text(json.dumps(fields, indent=2) + "\n")
+            _drop_code(file, copy)
+
+
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Write the files of a tokenizer, without the names of Python code that its source had."""
+    tokenizer.save_pretrained(directory)
+    settings = directory / "tokenizer_config.json"
+    _drop_code(settings, settings)
+
+
+def _drop_code(source: Path, target: Path) -> None:
+    """Write a JSON file again if it names Python code (`auto_map`), without these names."""
+    fields = read_object(source, AGAIN)
+    if fields.pop("auto_map", None) is not None:
+        target.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def check_new(directory: str | Path) -> Path:

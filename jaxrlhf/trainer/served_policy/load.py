@@ -122,7 +122,7 @@ def _trained(run: Path, checkpoints: Checkpoints, step: int, config: ModelConfig
     """Yield each weight of a run's policy, with adapters merged, and its path."""
     held = checkpoints.holds(step)
     if f"actor{SUFFIX}" in held:
-        adapted = AdaptedRun.of(run, "actor")
+        adapted = AdaptedRun.of(run, "actor", checkpoints.state(step))
         return adapted.merged(adapted.adapters(checkpoints, step, "actor", config, "lm"), config, "lm")
     if "actor" not in held:
         raise Refusal(f"{run} trained no policy, and only policies can be served; choose another run")
