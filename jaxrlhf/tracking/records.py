@@ -98,7 +98,12 @@ def jsonable(value: Any) -> Any:
 
 def _end_of_step(path: Path, step: int) -> int:
     """Return the offset in bytes after the last record up to `step`; one damaged `step` before it loses no record."""
-    return max((end for record, end in _scan(path) if record["step"] <= step), default=0)
+    last, later = 0, 0
+    for record, end in _scan(path):
+        last, later = (end, 0) if record["step"] <= step else (last, later + 1)
+        if later == 2:  # one may be damaged; lines after them are not read
+            break
+    return last
 
 
 def _scan(path: Path) -> Iterator[tuple[dict[str, Any], int]]:

@@ -77,7 +77,7 @@ def test_dry_run_counts_the_references_that_can_only_be_compared_as_text(tmp_pat
             other,
             "references of set sums",
         ]
-        assert all("4 of 8 checked" in line and "MathReward accepts only responses" in line for line in shown)
+        assert all(line.endswith("4 of 8 checked") or "4 of 8 checked  such as" in line for line in shown)
 
 
 def test_dry_run_of_a_checkpoint_reads_no_weights(tmp_path, capsys):

@@ -127,14 +127,12 @@ def test_foreign_file_is_not_continued(tmp_path):
 def test_endless_line_is_refused(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, range(1, 4))
-    with open(path, "ab") as file:
-        file.truncate(1 << 29)
+    os.truncate(path, 1 << 29)
     for read in (lambda: steps_of(path), lambda: JsonLines(path, resumed_step=3)):
         with pytest.raises(Refusal, match=r"metrics\.jsonl has a line of more than 268435456 bytes, expected one JSON"):
             read()
-    assert path.stat().st_size == 1 << 29
-    JsonLines(path, resumed_step=2).close()  # the line is behind the last record that is kept
-    assert steps_of(path) == [1, 2]
+    JsonLines(path, resumed_step=1).close()  # the line is after the records that are read
+    assert steps_of(path) == [1]
 
 
 @pytest.mark.parametrize("line", range(1, 6))
@@ -155,8 +153,9 @@ def test_a_flipped_step_loses_no_record(tmp_path, line):
 def test_damage_of_the_first_line_says_what_to_do(tmp_path):
     path = tmp_path / "samples.jsonl"
     path.write_text('{"stfp": 1}\n{"step": 2}\n')
-    words = r"samples\.jsonl, line 1, .*; if a run wrote the file, delete the line, else move the file to another"
-    with pytest.raises(Refusal, match=words):
+    with pytest.raises(
+        Refusal, match=r"samples\.jsonl, line 1, .*; if a run wrote the file, delete the line, else move"
+    ):
         SampleFile(path, resumed_step=2)
     path.write_text('{"step": 2}\n')
     SampleFile(path, resumed_step=2).close()
