@@ -153,9 +153,7 @@ def test_a_flipped_step_loses_no_record(tmp_path, line):
 def test_damage_of_the_first_line_says_what_to_do(tmp_path):
     path = tmp_path / "samples.jsonl"
     path.write_text('{"stfp": 1}\n{"step": 2}\n')
-    with pytest.raises(
-        Refusal, match=r"samples\.jsonl, line 1, .*; if a run wrote the file, delete the line, else move"
-    ):
+    with pytest.raises(Refusal, match=r"samples\.jsonl, line 1, .*; if a run wrote the file, delete the line"):
         SampleFile(path, resumed_step=2)
     path.write_text('{"step": 2}\n')
     SampleFile(path, resumed_step=2).close()
