@@ -76,7 +76,7 @@ def refusal(answer):
 def test_long_chat_is_refused_before_it_is_rendered(api, chat, path):
     status, code, message = refusal(api.request("POST", path, {"model": "org/tiny", "messages": [USER], **chat}))
     assert (status, code) == (400, "context_length_exceeded")
-    assert "cannot fit the context of 4096 tokens; send at most 65536 characters" in message
+    assert "cannot fit the context of 4096 tokens" in message
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
@@ -91,8 +91,9 @@ def test_chat_of_the_contexts_length_is_answered():
     api = Api(tokenizer_of("qwen3"), "So.")
     several = [{"role": "system", "content": "Be brief."}, *[{"role": "user", "content": "a"}] * 100]
     assert api.chat(several, tools=[tool()], chat_template_kwargs={"enable_thinking": False}).status_code == 200
-    count = api.request("POST", "/tokenize", {"prompt": "a" * 65_536}).json()["count"]
-    assert count > 4096
+    assert api.request("POST", "/tokenize", {"prompt": "a" * 65_536}).json()["count"] > 4096
+    status, code, message = refusal(api.request("POST", "/tokenize", {"prompt": "a" * 65_537}))
+    assert (status, code) == (400, "context_length_exceeded") and "send at most 65536 characters" in message
     status, code, message = refusal(api.chat([{"role": "user", "content": "a" * 60_000}]))
     assert (status, code) == (400, "context_length_exceeded") and "a prompt of" in message
 
@@ -153,9 +154,10 @@ def test_large_schema_is_refused_before_it_is_compiled():
 
 
 def took_s(call, *args) -> float:
-    start = time.perf_counter()
+    """Seconds of this thread's work, whatever else runs on the machine."""
+    start = time.thread_time()
     call(*args)
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 def test_work_on_many_messages_is_linear():
@@ -174,7 +176,7 @@ def test_work_on_many_messages_is_linear():
     tokenizer.add_tokens([AddedToken("<|end|>", rstrip=True, special=True)], special_tokens=True)
     control = ControlTokens(tokenizer)
     assert control.in_parts("<|end|> \n <|end|>a") == tokenizer.encode("<|end|> \n <|end|>a", add_special_tokens=False)
-    assert took_s(control.in_parts, "<|end|>" * 150_000) < 5
+    assert took_s(control.in_parts, "<|end|>" * 400_000) < 5
 
 
 def folded(chat):
