@@ -15,7 +15,7 @@ from jaxrlhf.config import Agent, Environment, Refusal, Sampling, Tools
 from jaxrlhf.config.serving import SessionLimits
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.conversation import Conversation
-from jaxrlhf.conversations.images import kept, with_sources
+from jaxrlhf.conversations.images import restore_images, store_images
 from jaxrlhf.engine import Completion, Request
 from jaxrlhf.engine.service import EngineService
 from jaxrlhf.environments.pool import EnvironmentPool
@@ -204,9 +204,9 @@ class EpisodeRun:
         # The record's prompt tokens include the tools of a `Tools` setting, but not the tools of an environment class.
         shown = isinstance(self.settings, Tools) or not opening.tools
         own = self.problem.prompt_tokens if shown and not opening.messages and not opening.appended else None
-        *before, last = opening.messages or with_sources(self.problem.messages, self.problem.images)
+        *before, last = opening.messages or restore_images(self.problem.messages, self.problem.images)
         messages = [*before, {**last, "content": _appended(last["content"], opening.appended)}]
-        self._opening = kept(messages)
+        self._opening = store_images(messages)
         conversation = Conversation(
             self.format,
             messages,
@@ -263,7 +263,7 @@ class EpisodeRun:
         """Record the environment's answer to the last reply."""
         self._turns[-1] = replace(
             self._turns[-1],
-            observed=tuple(kept(observation.messages)),
+            observed=tuple(store_images(observation.messages)),
             reward=float(observation.reward),
             environment_s=environment_s,
             calls=tuple(observation.calls),

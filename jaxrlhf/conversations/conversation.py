@@ -8,7 +8,14 @@ from typing import Literal
 from jaxrlhf.batch import Image, SeenPrompt
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.cutting import cut_to
-from jaxrlhf.conversations.images import SeenTokens, escape_marks, marked, shifted, shown_again, written
+from jaxrlhf.conversations.images import (
+    SeenTokens,
+    escape_marks,
+    mark_images,
+    retokenize_with_images,
+    shift_images,
+    tokenize_marked,
+)
 from jaxrlhf.episode import Message, Reply, ToolSchema
 
 SampledRun = tuple[int, Sequence[float], int, int]
@@ -57,7 +64,7 @@ class _Stream:
 
     def grow(self, tokens: tuple[int, ...], images: tuple[Image, ...]) -> None:
         """Append tokens, and the images among them."""
-        self.images += shifted(images, len(self.tokens))
+        self.images += shift_images(images, len(self.tokens))
         self.tokens += tokens
 
 
@@ -93,12 +100,12 @@ class Conversation:
         images: tuple[Image, ...] = (),
     ) -> None:
         self.format, self.tools = format, tuple(tools)
-        self.messages, sources = marked(messages)
+        self.messages, sources = mark_images(messages)
         self.replies: list[Reply] = []
         self._history, self._cut_turns = history, cut_turns
         if prompt_tokens is None:
             write = partial(format.prompt, tools=self.tools)
-            prompt_tokens, images = written(self.messages, sources, format.reader, write)
+            prompt_tokens, images = tokenize_marked(self.messages, sources, format.reader, write)
         if not sources:
             self.messages = escape_marks(self.messages)
         self._streams = [_Stream(list(prompt_tokens), images)]
@@ -167,9 +174,9 @@ class Conversation:
 
         tokens_of = partial(self.format.delta, tools=self.tools, ended_by=ended_by)
         images: tuple[Image, ...] = ()
-        new, sources = marked(self._with_call_ids(messages))
+        new, sources = mark_images(self._with_call_ids(messages))
         if sources:
-            inserted, images = written(new, sources, self.format.reader, tokens_of)
+            inserted, images = tokenize_marked(new, sources, self.format.reader, tokens_of)
             inserted = inserted if most_tokens is None or len(inserted) <= most_tokens else ()
         else:
             new, inserted = cut_to(new, tokens_of, self.format.tokenizer, most_tokens)
@@ -178,7 +185,7 @@ class Conversation:
         self.messages += new if sources else escape_marks(new)
         if self._history == "as_templated" and not self.format.keeps(new, reasoning=self._reasoned):
             write = partial(self.format.prompt, self.messages, self.tools)
-            self._follow(shown_again((*self.images, *images), self.format.reader, write))
+            self._follow(retokenize_with_images((*self.images, *images), self.format.reader, write))
         else:
             self._streams[-1].grow(inserted, images)
         return len(inserted)

@@ -25,7 +25,7 @@ class SeenTokens(NamedTuple):
     images: tuple[Image, ...]
 
 
-def marked(messages: Sequence[Message]) -> tuple[list[Message], list[Hashable]]:
+def mark_images(messages: Sequence[Message]) -> tuple[list[Message], list[Hashable]]:
     """Return the messages as text with a `MARK` for each image, and the sources of the images.
 
     Raises:
@@ -38,7 +38,7 @@ def marked(messages: Sequence[Message]) -> tuple[list[Message], list[Hashable]]:
     return texts, sources
 
 
-def written(
+def tokenize_marked(
     messages: Sequence[Message],
     sources: Sequence[Hashable],
     reader: ImageReader | None,
@@ -56,12 +56,14 @@ def written(
     try:
         if reader is not None:
             check_pixels([url for url in map(str, sources) if url.startswith("data:")], place=_MESSAGES)
-        return shown(referred(sources, reader, place=_MESSAGES), reader, partial(write, messages), place=_MESSAGES)
+        return tokenize_with_images(
+            referred(sources, reader, place=_MESSAGES), reader, partial(write, messages), place=_MESSAGES
+        )
     except Refusal as refusal:
         raise EnvironmentFailure("wrong-type", str(refusal)) from refusal
 
 
-def shown(
+def tokenize_with_images(
     images: Sequence[Image], reader: ImageReader | None, write: Callable[..., tuple[int, ...]], *, place: str
 ) -> SeenTokens:
     """Return the tokens of messages with a `MARK` for each of these images, and the images with their positions.
@@ -81,7 +83,7 @@ def shown(
 
 
 def escape_marks(messages: Sequence[Message]) -> list[Message]:
-    """Prepare messages without images for `shown_again`: replace each `MARK` that their texts spell."""
+    """Prepare messages without images for `retokenize_with_images`: replace each `MARK` that their texts spell."""
     if not any(MARK in text for message in messages for text in texts_in(message)):
         return [*messages]
     return [
@@ -89,7 +91,7 @@ def escape_marks(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def shown_again(
+def retokenize_with_images(
     images: Sequence[Image], reader: ImageReader | None, write: Callable[..., tuple[int, ...]]
 ) -> SeenTokens:
     """Return the tokens of a whole conversation with these images, rendered again from its beginning.
@@ -105,17 +107,17 @@ def shown_again(
         return write(rewritten=lambda text: rewritten(text).replace(_SPELLED, MARK))
 
     try:
-        return shown(images, reader, whole, place=_MESSAGES)
+        return tokenize_with_images(images, reader, whole, place=_MESSAGES)
     except Refusal as refusal:
         raise EnvironmentFailure("wrong-type", str(refusal)) from refusal
 
 
-def shifted(images: Sequence[Image], tokens: int) -> tuple[Image, ...]:
+def shift_images(images: Sequence[Image], tokens: int) -> tuple[Image, ...]:
     """Shift the positions of a part's images by the number of tokens before the part."""
     return tuple(replace(image, start=tokens + image.start) for image in images)
 
 
-def with_sources(messages: Sequence[Message], images: Sequence[Image]) -> list[dict[str, Any]]:
+def restore_images(messages: Sequence[Message], images: Sequence[Image]) -> list[dict[str, Any]]:
     """Return the messages of a record with an image part in the place of each `MARK`.
 
     In a record without images, a `MARK` is text.
@@ -128,12 +130,12 @@ def with_sources(messages: Sequence[Message], images: Sequence[Image]) -> list[d
     return [{**message, "content": content} for message, content in zip(messages, split, strict=True)]
 
 
-def kept(messages: Sequence[Message]) -> list[Message]:
+def store_images(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with a `ShownImage` in the place of each data URL."""
     return _with_urls(messages, lambda url: ShownImage.of(url) if isinstance(url, str) else url)
 
 
-def loaded(messages: Sequence[Message]) -> list[Message]:
+def load_images(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with a data URL in the place of each `ShownImage`."""
     return _with_urls(messages, lambda url: url.load() if isinstance(url, ShownImage) else url)
 
@@ -148,7 +150,7 @@ def _with_urls(messages: Sequence[Message], change: Callable[[Any], Any]) -> lis
     ]
 
 
-def for_people(message: Message) -> Message:
+def as_readable_text(message: Message) -> Message:
     """Return a message as text, with the names of its images."""
     if not isinstance(message.get("content"), list | tuple):
         return message

@@ -10,7 +10,7 @@ from typing import Literal
 
 from jaxrlhf.batch import Image, SeenPrompt
 from jaxrlhf.conversations import ChatFormat, TokenSequence
-from jaxrlhf.conversations.images import shifted, shown
+from jaxrlhf.conversations.images import shift_images, tokenize_with_images
 from jaxrlhf.data.images import MARK
 from jaxrlhf.engine import Completion
 from jaxrlhf.episode import Message, Reply, ToolSchema
@@ -128,13 +128,15 @@ class CallTree:
                 ended_by = found.tokens[-1] if found.reply.ended else None
                 write = partial(self._form.delta, named, tools, ended_by=ended_by)
                 new = [image for own in by_message[len(found.messages) :] for image in own]
-                delta, placed = shown(new, self._form.reader, write, place="messages")
-                placed = found.prompt.images + shifted(placed, len(found.tokens))
+                delta, placed = tokenize_with_images(new, self._form.reader, write, place="messages")
+                placed = found.prompt.images + shift_images(placed, len(found.tokens))
                 return Prompt(found.tokens + delta, found, canonical, tools_key, reasoning, placed)
             fork = "template"
         elif self._is_edited(canonical):
             fork = "edited"
-        tokens, placed = shown(images, self._form.reader, partial(self._form.prompt, messages, tools), place="messages")
+        tokens, placed = tokenize_with_images(
+            images, self._form.reader, partial(self._form.prompt, messages, tools), place="messages"
+        )
         return Prompt(tokens, None, canonical, tools_key, reasoning, placed, fork)
 
     def completion_prompt(self, tokens: tuple[int, ...], text: str | None) -> Prompt:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from jaxrlhf.conversations import ChatFormat
-from jaxrlhf.conversations.images import shown
+from jaxrlhf.conversations.images import tokenize_with_images
 from jaxrlhf.data.image_prompts import referred
 from jaxrlhf.data.images import check_pixels
 from jaxrlhf.serving.call_tree import Prompt
@@ -57,7 +57,7 @@ def chat_prompt(model: ServedModel, request: ChatRequest, session: ServedSession
             with session.lock:
                 return session.tree.chat_prompt(request.messages, request.tools, images)
         write = partial(form.prompt, request.messages, request.tools)
-        tokens, images = shown(images, model.images, write, place="messages")
+        tokens, images = tokenize_with_images(images, model.images, write, place="messages")
         return Prompt(tokens, images=images)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.batch import Array, RolloutBatch
-from jaxrlhf.conversations.images import for_people
+from jaxrlhf.conversations.images import as_readable_text
 from jaxrlhf.data.tokenizer import pieces_of
 from jaxrlhf.dataflows.batches.episode_rows import starts_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
@@ -117,7 +117,7 @@ def _episode(record: EpisodeRecord) -> dict[str, Any]:
         }
         for turn in record.turns
     ]
-    messages = [for_people(message) for message in record.messages]
+    messages = [as_readable_text(message) for message in record.messages]
     return {"messages": messages, "turns": turns, "stop": record.stop, "failure": record.failure}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
 from jaxrlhf.batching.transfer_protocol import DP_PROTO, RankCoordinates, worker_method
-from jaxrlhf.conversations.images import loaded
+from jaxrlhf.conversations.images import load_images
 from jaxrlhf.data.images import with_pictures
 from jaxrlhf.engine import Completion
 from jaxrlhf.episode import FAILURES, TRUNCATIONS, EpisodeRecord, Message
@@ -72,7 +72,7 @@ class Reward:
         Functions get the whole episode in the record, as `episode`. A failed episode is unscorable.
         """
         episodes: list[EpisodeRecord] = list(record_E)
-        show = loaded if self._scorer.calls_functions else list  # models read no images
+        show = load_images if self._scorer.calls_functions else list  # models read no images
         dict_E = [_as_dict(one, show(one.messages)) for one in episodes]
         paid_E = [nan if one.stop in FAILURES else one.environment_reward or 0.0 for one in episodes]
         failed = [f"{one.stop}: {one.failure}" for one in episodes if one.stop in FAILURES]

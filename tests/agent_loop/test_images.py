@@ -29,7 +29,7 @@ from jaxrlhf.config import Agent, Checkpointing, Environment, Evaluation, Refusa
 from jaxrlhf.config import load as load_configuration
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.conversation import Conversation
-from jaxrlhf.conversations.images import marked, with_sources, written
+from jaxrlhf.conversations.images import mark_images, restore_images, tokenize_marked
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.environments.answers import tool_content
@@ -180,7 +180,7 @@ def test_pictures_with_equal_content_are_stored_once():
 def test_a_records_prompt_has_the_same_tokens_in_a_conversation():
     _, tokenizer, reader, _, _ = parts()
     one = with_picture(0)
-    begun = Conversation(ChatFormat(tokenizer, reader=reader), with_sources(one.messages, one.images))
+    begun = Conversation(ChatFormat(tokenizer, reader=reader), restore_images(one.messages, one.images))
     assert (begun.prompt, begun.images) == (one.prompt_tokens, one.images)
 
 
@@ -212,9 +212,9 @@ def test_pictures_that_cannot_be_shown_fail_the_episode(environment, said):
 
 
 def test_pictures_are_refused_for_a_policy_without_vision():
-    told, sources = marked([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}])
+    told, sources = mark_images([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}])
     with pytest.raises(EnvironmentFailure, match="vision tower"):
-        written(told, sources, None, lambda messages: ())
+        tokenize_marked(told, sources, None, lambda messages: ())
 
 
 @pytest.mark.parametrize("sizes", [[(8193, 8192)], [(8192, 4096)] * 3], ids=["one", "together"])
@@ -225,16 +225,16 @@ def test_a_small_file_of_many_pixels_is_refused_before_it_is_decoded(monkeypatch
         stream = io.BytesIO()
         PIL.Image.new("1", size).save(stream, "PNG", optimize=True)
         shown.append({"type": "image", "image": stream.getvalue()})
-    told, sources = marked([{"role": "tool", "content": tool_content(shown, 1 << 20)}])
+    told, sources = mark_images([{"role": "tool", "content": tool_content(shown, 1 << 20)}])
     monkeypatch.setattr(PIL.ImageFile.ImageFile, "load", lambda self: pytest.fail("the picture was decoded"))
     with pytest.raises(EnvironmentFailure, match="more than 67108864"):
-        written(told, sources, reader, lambda messages: ())
+        tokenize_marked(told, sources, reader, lambda messages: ())
 
 
 def test_texts_with_pictures_must_not_spell_the_mark():
     image = {"type": "image_url", "image_url": {"url": "data:x"}}
     with pytest.raises(EnvironmentFailure, match="spell"):
-        marked([{"role": "user", "content": [image, {"type": "text", "text": "an <image>"}]}])
+        mark_images([{"role": "user", "content": [image, {"type": "text", "text": "an <image>"}]}])
 
 
 @pytest.mark.slow
@@ -287,7 +287,7 @@ def test_a_rewritten_history_shows_its_pictures_again():
 @pytest.mark.slow
 def test_a_mark_in_a_reply_is_not_a_picture_in_a_rewritten_history():
     form, one = rewriting(), with_picture(0)
-    conversation = Conversation(form, with_sources(one.messages, one.images), history="as_templated")
+    conversation = Conversation(form, restore_images(one.messages, one.images), history="as_templated")
     drawn = (*form.tokenizer.encode("an <image>", add_special_tokens=False), form.tokenizer.eos_token_id)
     conversation.sampled(drawn, [0.0] * len(drawn))
     conversation.observe(played().record_E[0].opening)
@@ -297,7 +297,9 @@ def test_a_mark_in_a_reply_is_not_a_picture_in_a_rewritten_history():
 
 
 def test_a_record_without_pictures_may_spell_a_mark():
-    assert with_sources([{"role": "user", "content": "an <image>"}], ()) == [{"role": "user", "content": "an <image>"}]
+    assert restore_images([{"role": "user", "content": "an <image>"}], ()) == [
+        {"role": "user", "content": "an <image>"}
+    ]
 
 
 @pytest.mark.slow
