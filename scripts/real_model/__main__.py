@@ -76,8 +76,9 @@ def measured(name: str, flags: argparse.Namespace) -> dict[str, Any] | None:
 
 def draw() -> None:
     """Write the tables of the page."""
-    peers = RESULTS / "peers.json"
-    pages.renew(PAGE, page.parts(_results(), json.loads(peers.read_text()) if peers.is_file() else {}))
+    files = (json.loads(file.read_text()) for file in sorted(RESULTS.glob("peers*.json")))
+    peers = next((measured for measured in files if "smollm2_grpo" in measured), {})
+    pages.renew(PAGE, page.parts(_results(), peers))
 
 
 def _results() -> page.Measured:

@@ -298,7 +298,7 @@ def summary(measured: Measured) -> str:
 
 
 def memory(peers: Mapping[str, Any]) -> str:
-    """Peak memory and seconds of a GRPO step beside TRL's, from peers.json."""
+    """Peak memory and seconds of a GRPO step beside TRL's, from the first machine's file that has the workload."""
     entry = peers.get("smollm2_grpo", {})
     names = {"jaxrlhf": "jaxrlhf", "trl": "TRL"}
     if not all("peak_rss_mb" in entry.get(name, {}) for name in names):
@@ -308,7 +308,8 @@ def memory(peers: Mapping[str, Any]) -> str:
         own = entry[name]
         lines.append(f"| {words} | {own['peak_rss_mb']:.0f} | {own['step_s']:.3g} |")
     ratio = entry["jaxrlhf"]["peak_rss_mb"] / entry["trl"]["peak_rss_mb"]
-    return "\n".join([*lines, "", f"That is {ratio:.2f} of TRL's memory."])
+    machine = peers["machine"]["processor"]
+    return "\n".join([*lines, "", f"That is {ratio:.2f} of TRL's memory. {machine}."])
 
 
 def parts(measured: Measured, peers: Mapping[str, Any]) -> dict[str, str]:

@@ -55,8 +55,8 @@ def test_what_does_not_hold_is_marked(measured):
 
 def test_memory_is_that_of_the_peers():
     step = {"jaxrlhf": {"peak_rss_mb": 4000.0, "step_s": 60.0}, "trl": {"peak_rss_mb": 8000.0, "step_s": 90.0}}
-    text = page.memory({"smollm2_grpo": step})
-    assert "| TRL | 8000 | 90 |" in text and "That is 0.50 of TRL's memory." in text
+    text = page.memory({"smollm2_grpo": step, "machine": {"processor": "Abacus"}})
+    assert "| TRL | 8000 | 90 |" in text and "That is 0.50 of TRL's memory. Abacus." in text
     assert page.memory({}).startswith("Not measured yet")
 
 
