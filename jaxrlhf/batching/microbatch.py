@@ -47,7 +47,7 @@ _ROUND_TOKENS = 64
 WORTH_SHARING = 0.1
 """Minimum share of tokens that sharing prompts has to save; attention rows cost about half of that."""
 
-WORTH_A_PROGRAM = 0.1
+WORTH_A_PROGRAM = 0.08
 """Minimum share of a batch's tokens, padding included, that a smaller program for its last microbatch has to save."""
 
 
