@@ -77,7 +77,7 @@ def measured(name: str, flags: argparse.Namespace) -> dict[str, Any] | None:
 def draw() -> None:
     """Write the tables of the page."""
     files = (json.loads(file.read_text()) for file in sorted(RESULTS.glob("peers*.json")))
-    peers = next((measured for measured in files if "smollm2_grpo" in measured), {})
+    peers: dict[str, Any] = next((measured for measured in files if "smollm2_grpo" in measured), {})
     pages.renew(PAGE, page.parts(_results(), peers))
 
 

@@ -178,7 +178,9 @@ def test_an_evaluation_names_the_policy_that_diverged(files, monkeypatch, capsys
         run_module("evaluate", *arguments.split())
     shown = capsys.readouterr().err
     assert end.value.code == 1
-    assert shown.startswith(f"error: the policy of {files}/model returns logits that are not finite, because its weights div")
+    assert shown.startswith(
+        f"error: the policy of {files}/model returns logits that are not finite, because its weights div"
+    )
     assert shown.count("\n") == 1
 
 

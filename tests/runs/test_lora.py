@@ -12,12 +12,12 @@ import safetensors.numpy
 import torch
 import transformers
 from placed_runs import assert_same_numbers
-from tests.docs.test_metrics import unexplained
 from tiny_runs import get_config, numbers, records, training, write_policy
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, Checkpointing, Config, Evaluation, KLInLoss, Lora, Pool, Pretrained
 from jaxrlhf.trainer.policy import evaluate_policy, export_policy
+from tests.docs.test_metrics import unexplained
 
 pytestmark = [
     pytest.mark.usefixtures("programs", "undrawn"),

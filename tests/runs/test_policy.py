@@ -14,8 +14,6 @@ import torch
 import transformers
 from command_lines import run_module
 from safetensors.numpy import load_file, save_file
-from tests.docs.test_metrics import unexplained
-from tests.trainer.test_publishing import hub as a_hub
 from tiny_runs import get_config, records, write_policy
 
 from jaxrlhf import models
@@ -36,6 +34,8 @@ from jaxrlhf.trainer.evaluation import pass_at_k
 from jaxrlhf.trainer.lora_export import AdaptedRun
 from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 from jaxrlhf.trainer.run import run
+from tests.docs.test_metrics import unexplained
+from tests.trainer.test_publishing import hub as a_hub
 
 CONFIG = Path(__file__).parents[1] / "support" / "tiny_runs.py"
 hub = a_hub
@@ -171,7 +171,9 @@ def test_a_cold_start_is_no_run_to_export(tmp_path):
     cold = tmp_path / "run" / "cold_start"
     for folder in (cold / "checkpoints", tmp_path / "run" / "model"):
         folder.mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"is the cold start of the run in .*run, and only whole runs are exported; export"):
+    with pytest.raises(
+        ValueError, match=r"is the cold start of the run in .*run, and only whole runs are exported; export"
+    ):
         export_policy(cold, tmp_path / "new")
 
 

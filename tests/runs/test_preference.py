@@ -198,14 +198,18 @@ def test_updates_on_pairs_are_the_same_on_eight_devices():
         worker, pairs = workers_of(settings)["actor"], pairs_of(settings)
         sequences = preference_pairs.pair_sequences(pairs, settings)
         ref_logp_BT = np.where(sequences.mask_BT, np.float32(-3.0), 0)
-        batch = preference_pairs.pair_experience(sequences, dpo.loss_fields(settings.algorithm, sequences, ref_logp_BT, 0.0))
+        batch = preference_pairs.pair_experience(
+            sequences, dpo.loss_fields(settings.algorithm, sequences, ref_logp_BT, 0.0)
+        )
         how = PairSettings(dpo.implicit_rewards, settings.algorithm, len(pairs))
         found, sums = worker.gradient(batch, pair_objective, how)
         gradients[name] = jax.tree.map(np.asarray, found), sum(float(part["loss"]) for part in sums)
     assert gradients["eight"][1] == pytest.approx(gradients["alone"][1], rel=1e-5)
     assert any(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(gradients["alone"][0]))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-6), gradients["eight"][0], gradients["alone"][0]
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-6),
+        gradients["eight"][0],
+        gradients["alone"][0],
     )
 
 

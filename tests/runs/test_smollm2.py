@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from command_lines import run_module
-from tests.models.test_smollm2 import theirs  # noqa: F401 - a fixture
 from transformers import PreTrainedTokenizerFast
 
 from jaxrlhf.config import (
@@ -23,6 +22,7 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.trainer.run import run
+from tests.models.test_smollm2 import theirs  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("optimized", "undrawn")]
 
