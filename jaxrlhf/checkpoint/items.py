@@ -16,11 +16,15 @@ from jaxrlhf.config import Refusal
 
 
 def _is_not_raised(record: logging.LogRecord) -> bool:
-    """Return False for an error of orbax that is logged and also raised in the thread that waits for the save."""
+    """Return False for an error of a save that is logged and also raised in the thread that waits for the save.
+
+    Errors of orbax were raised in its files. Errors of tensorstore's threads have no traceback; their text names it.
+    """
     if not record.exc_info:
         return True
     raised_in = (frame.filename for frame in traceback.extract_tb(record.exc_info[2]))
-    return not any("orbax" in file for file in (record.pathname, *raised_in))
+    texts = record.pathname, *raised_in
+    return not any("orbax" in file for file in texts) and "tensorstore" not in str(record.exc_info[1])
 
 
 # Orbax logs errors of its threads; asyncio logs errors of orbax's tasks, one for each array, when another one failed.

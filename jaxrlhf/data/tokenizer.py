@@ -274,9 +274,8 @@ def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> 
         if text.endswith("\ufffd") and end < len(tokens) and end - read < _CHARACTER_BYTES:
             pieces.append("")
             continue
-        piece = text[len(before) :] if text.startswith(before) else "\ufffd"
-        # The bytes of a cut character are one replacement character, even if a tokenizer writes one for each byte.
-        pieces.append(piece.rstrip("\ufffd") + "\ufffd" if piece.endswith("\ufffd") else piece)
+        # A tokenizer with byte tokens decodes the characters before a cut one to replacement characters, too.
+        pieces.append(text[len(before) :] if text.startswith(before) else "\ufffd")
         read = end
         recent = [place for place in starts if place > end - 2 * _PIECE_TOKENS]
         starts = [end] if text.endswith("\ufffd") else [*recent, end]  # a new window after bytes that are no character

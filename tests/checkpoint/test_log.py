@@ -8,11 +8,18 @@ import pytest
 import jaxrlhf.checkpoint  # noqa: F401  (sets the filter)
 
 
-@pytest.mark.parametrize(("file", "logged"), [("/lib/orbax/serialization.py", 0), ("/lib/judge/ask.py", 1)])
-def test_errors_of_orbax_that_a_save_raises_are_not_logged(file, logged, caplog):
+@pytest.mark.parametrize(
+    ("file", "words", "logged"),
+    [
+        ("/lib/orbax/serialization.py", "no space", 0),
+        ("/lib/asyncio/tasks.py", "no space [tensorstore_spec='{}']", 0),
+        ("/lib/judge/ask.py", "no space", 1),
+    ],
+)
+def test_errors_of_orbax_that_a_save_raises_are_not_logged(file, words, logged, caplog):
     """Orbax starts a task for each array; when a disk is full all of them fail, and only one error is raised."""
     scope = {}
-    exec(compile("async def write():\n    raise OSError('no space')", file, "exec"), scope)
+    exec(compile(f"async def write():\n    raise OSError({words!r})", file, "exec"), scope)
 
     async def save():
         tasks = [asyncio.ensure_future(scope["write"]()) for _ in range(2)]

@@ -152,7 +152,7 @@ def test_pieces_join_to_the_text(text):
 
 def test_pieces_of_a_cut_character_are_one_replacement():
     tokenizer, vocabulary = with_byte_tokens()
-    for text, cut in (("é😀日", 1), ("é😀日", 2), ("日", 1), ("hello 日本語日本語", 2)):
+    for text, cut in (("é😀日", 1), ("é😀日", 2), ("日本語日本語", 2)):
         tokens = byte_ids(vocabulary, text)[:-cut]
         assert "".join(pieces_of(tokens, decoder(tokenizer))) == f"{text[:-1]}\ufffd"
 
