@@ -109,7 +109,7 @@ _TILE_COST, _COPY_COST = 1.5, 128
 
 
 def _attends_in_rows(shared: int, responses: int, own: int) -> bool:
-    """Return True if attention in rows computes no more scores than attention on copied sequences.
+    """Return True if attention in rows is estimated to cost no more than attention on copied sequences.
 
     A tile of queries computes the scores of all tiles that hold a key of its prompt, or of its sequences up to its end.
     The costs are of updates of SmolLM2 on CPU. With 8 responses of 19 tokens to prompts of 57, attention in rows took

@@ -20,7 +20,7 @@ def held():
 
 @pytest.fixture
 def folder(tmp_path):
-    """Checkpoints of steps 1 to 3, of which the second is the best."""
+    """Checkpoints of steps 1 to 3; step 2 is the best."""
     with closing(Checkpoints(tmp_path / "checkpoints", keep_last=3)) as checkpoints:
         for step, metric in enumerate((0.25, 0.5, None), start=1):
             checkpoints.save(step, held(), STATE, metric=metric)

@@ -16,15 +16,8 @@ from pathlib import Path
 import pytest
 
 SUPPORT = Path(__file__).parents[1] / "support"
-PLAIN = """
-    import asyncio, time
-    from jaxrlhf.processes.http_server import HttpServer
-
-    async def app(scope, receive, send):
-        print("asked", flush=True)
-        await asyncio.sleep(0.8)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"whole"})
+SERVE = """
+    import time
 
     server = HttpServer(host="127.0.0.1", port=0, flags="--port")
     server.answer_by(app, timeout_graceful_shutdown=4)
@@ -35,6 +28,16 @@ PLAIN = """
     except KeyboardInterrupt:
         time.sleep(1.0)  # the application ends slowly
         print("ended", flush=True)
+"""
+PLAIN = """
+    import asyncio
+    from jaxrlhf.processes.http_server import HttpServer
+
+    async def app(scope, receive, send):
+        print("asked", flush=True)
+        await asyncio.sleep(0.8)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"whole"})
 """
 SLOW = """
     import sys
@@ -68,15 +71,6 @@ ODD = """
             raise RuntimeError("of the application")
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
-
-    server = HttpServer(host="127.0.0.1", port=0, flags="--port")
-    server.answer_by(app, timeout_graceful_shutdown=4)
-    try:
-        with server:
-            print(server.address, flush=True)
-            server.wait()
-    except KeyboardInterrupt:
-        print("ended", flush=True)
 """
 UPGRADE = "GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, close\r\nUpgrade: {}\r\n{}\r\n"
 KEY = "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
@@ -130,7 +124,7 @@ def stopped(process):
 
 @pytest.mark.parametrize("asks", [0, 1])
 def test_a_stopped_server_prints_nothing_and_ends_open_requests(asks):
-    process, address = started(PLAIN)
+    process, address = started(PLAIN + SERVE)
     threads = [asking(address) for _ in range(asks)]
     for _ in threads:
         assert process.stdout.readline() == "asked\n"
@@ -172,14 +166,14 @@ def sent(address, parts):
 
 @pytest.mark.parametrize("name", ODD_REQUESTS)
 def test_invalid_requests_do_not_fill_the_log(name):
-    process, address = started(ODD)
+    process, address = started(ODD + SERVE)
     parts, status = ODD_REQUESTS[name]
     assert {sent(address, parts) for _ in range(300)} == {status}
     assert stopped(process) == ("ended\n", "")
 
 
 def test_failures_of_the_application_are_logged():
-    process, address = started(ODD)
+    process, address = started(ODD + SERVE)
     assert sent(address, ["GET /fails HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"]) == "500"
     assert "RuntimeError: of the application" in stopped(process)[1]
 
