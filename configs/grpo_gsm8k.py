@@ -3,7 +3,11 @@
     python -m jaxrlhf.train --config grpo_gsm8k.py
 
 A step has 256 problems with 5 responses each, and four updates of 64 problems. The KL penalty in the loss is 0.001. The
-run has 15 epochs of the 7473 training problems. No result yet: the run needs an accelerator.
+run has 15 epochs of the 7473 training problems. No result at this size yet: the run needs an accelerator.
+
+Four steps of 8 problems x 4 responses ran from SmolLM2-135M-Instruct on two cores, after 10 supervised updates on
+GSM8K's solutions: 71 s a step, 5.6 GB, scores of 0 to 3 %, as that model is too small for these problems
+(`docs/real_model.md`).
 
 Source: Shao et al. 2024 (arXiv:2402.03300); the problems are Cobbe et al. 2021 (arXiv:2110.14168).
 """

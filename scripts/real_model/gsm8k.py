@@ -1,5 +1,6 @@
 """The shipped GSM8K jobs from the model's file, at sizes for two cores, after a phase on worked solutions."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -60,11 +61,17 @@ def config_of(given: Given, name: str) -> Config:
 
 
 def their_loss(given: Given, config: Config) -> float:
-    """Mean loss of transformers' model over the tokens of the first solutions that fit, ends included."""
+    """Return the mean loss of transformers' model over the tokens of the first solutions that fit, ends included.
+
+    The calculator's annotations in a solution, as in `48/2 = <<48/2=24>>24`, are not part of the text.
+    """
     tokenizer = load_tokenizer(str(models.resolve(given.model)))
     problems = load_problems(config.data, tokenizer, split="train", max_prompt_tokens=PROMPT_TOKENS).problems
     solutions = [
-        [*tokenizer.encode(problem.record["answer"], add_special_tokens=False), tokenizer.eos_token_id]
+        [
+            *tokenizer.encode(re.sub("<<[^>]*>>", "", problem.record["answer"]), add_special_tokens=False),
+            tokenizer.eos_token_id,
+        ]
         for problem in problems[: 4 * EXAMPLES]
     ]
     fitting = [pair for pair in zip(problems, solutions, strict=False) if len(pair[1]) <= RESPONSE_TOKENS]
