@@ -3,33 +3,44 @@
     python -m scripts.benchmarks.roofline
 
 Measures the rate of float32 matrix products and the memory bandwidth, counts the operations and bytes that the
-mathematics needs, and writes results/roofline.json and the table in docs/benchmarks.md. Measured seconds are from
-results/peers.json.
+mathematics needs, and writes the results of this machine and their table in docs/benchmarks.md. Measured seconds are
+those that `compare_peers` wrote on this machine.
 
 Counted are: prompts once for each group, in every phase; in every decode step the weights and the filled KV cache of
-unfinished responses; one forward pass of the reference; three forward passes for an update, with the head only on
-trained tokens; one read and write of AdamW's state. A decode step takes the longer of its products and its memory
-traffic. Activations, sampling, rewards and repeated work are not counted. Only weights that stay in the processor's
-caches can be read faster.
+unfinished responses; one forward pass of the reference, except in SFT; three forward passes for an update, with the
+head only on trained tokens; one read and write of AdamW's state. A decode step takes the longer of its products and its
+memory traffic. Activations, sampling, rewards and repeated work are not counted. Only weights that stay in the
+processor's caches can be read faster.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from scripts.benchmarks import chat_workload as chat
 from scripts.benchmarks import workload as bench
+from scripts.benchmarks.compare_peers import machine_file
 from scripts.benchmarks.workload import END_PROBABILITY, SHORTEST_PROMPT, Preset, Workload
 from scripts.pages import add_folders, renew
 
 BYTES = 4  # per float32
 ADAMW_NUMBERS = 7  # per weight: weight, gradient and two moments are read; weight and moments are written
 PHASES = ("generate_s", "prepare_s", "update_s", "step_s")
+CHAT_LENGTHS = {
+    "smollm2_grpo": (173, 128),
+    "smollm2_ppo": (172, 128),
+    "smollm2_sft": (149, 81),
+    "smollm2_dpo": (125, 61),
+}
+"""Mean numbers of tokens of the prompts and of the responses in the records of each workload of SmolLM2."""
+WITHOUT = {"sft": ("generate_s", "prepare_s"), "dpo": ("generate_s",)}
+"""Phases that an algorithm does not have."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,15 @@ class Machine:
     def seconds(self, flops: float, moved_bytes: float) -> float:
         """Return the seconds of work that is bound by compute or by memory bandwidth."""
         return max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
+
+
+def workloads() -> dict[str, Workload]:
+    """Return all workloads by name; in those of SmolLM2 every text has the mean length."""
+    real = {
+        name: replace(chat.WORKLOADS[name], prompt_tokens=prompt, new_tokens=response)
+        for name, (prompt, response) in CHAT_LENGTHS.items()
+    }
+    return real | bench.WORKLOADS
 
 
 def prompt_lengths(workload: Workload) -> dict[int, float]:
@@ -104,6 +124,8 @@ def least(workload: Workload, machine: Machine) -> dict[str, float]:
         "prepare_s": (policy + value) / machine.flops_per_s,
         "update_s": 3 * (policy + value) / machine.flops_per_s + BYTES * ADAMW_NUMBERS * trained / machine.bytes_per_s,
     }
+    for phase in WITHOUT.get(workload.algorithm, ()):
+        del found[phase]
     return {**found, "step_s": sum(found.values())}
 
 
@@ -153,32 +175,35 @@ def measure_machine() -> Machine:
 def compare(machine: Machine, measured: dict[str, Any]) -> dict[str, Any]:
     """Return, for each workload, the least seconds, our seconds, and least seconds as a share of our seconds."""
     found = {}
-    for name, workload in bench.WORKLOADS.items():
+    for name, workload in workloads().items():
         limit = {phase: round(seconds, 4) for phase, seconds in least(workload, machine).items()}
         ours = measured.get(name, {}).get("jaxrlhf", {})
-        share = {phase: round(limit[phase] / ours[phase], 3) for phase in PHASES if phase in ours}
-        rate = generated_tokens(workload) / limit["generate_s"]
+        share = {phase: round(limit[phase] / ours[phase], 3) for phase in limit if phase in ours}
+        rate = {}
+        if "generate_s" in limit:
+            rate = {"generated_tokens_per_s": round(generated_tokens(workload) / limit["generate_s"], 1)}
         found[name] = {
-            "least": limit | {"generated_tokens_per_s": round(rate, 1)},
+            "least": limit | rate,
             "measured": {phase: ours[phase] for phase in share},
             "share": share,
         }
     return found
 
 
-def table(machine: Machine, found: dict[str, Any]) -> str:
-    """Return a Markdown table of least and measured seconds, with their ratio."""
+def table(content: dict[str, Any]) -> str:
+    """Return a Markdown table of a machine's least and measured seconds, with their ratio."""
     lines = ["| workload | generate | prepare | update | step |", "|---|---|---|---|---|"]
-    for name, entry in found.items():
+    for name, entry in content["workloads"].items():
         cells = []
         for phase in PHASES:
-            cell = f"{entry['least'][phase]:.3g}"
+            cell = f"{entry['least'][phase]:.3g}" if phase in entry["least"] else ""
             if phase in entry["share"]:
                 cell += f" / {entry['measured'][phase]:.3g} ({100 * entry['share'][phase]:.0f} %)"
             cells.append(cell)
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    rates = f"{machine.flops_per_s / 1e9:.0f} GFLOP/s in float32 products, {machine.bytes_per_s / 1e9:.1f} GB/s"
-    return "\n".join([*lines, "", f"Seconds at best / measured (share). This machine: {rates}."])
+    flops_per_s, bytes_per_s = content["machine"]["flops_per_s"], content["machine"]["bytes_per_s"]
+    rates = f"{flops_per_s / 1e9:.0f} GFLOP/s in float32 products, {bytes_per_s / 1e9:.1f} GB/s"
+    return "\n".join([f"{content['processor']}: {rates}.", "", *lines])
 
 
 def main() -> None:
@@ -186,16 +211,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_folders(parser)
     flags = parser.parse_args()
-    machine, peers = measure_machine(), flags.results / "peers.json"
+    machine, peers = measure_machine(), machine_file(flags.results)
     found = compare(machine, json.loads(peers.read_text()) if peers.exists() else {})
     content = {
         "machine": {"flops_per_s": round(machine.flops_per_s), "bytes_per_s": round(machine.bytes_per_s)},
         **bench.about("jax"),
         "workloads": found,
     }
-    (flags.results / "roofline.json").write_text(json.dumps(content, indent=2) + "\n")
-    renew(flags.docs / "benchmarks.md", {"roofline": table(machine, found)})
-    print(table(machine, found))
+    results = flags.results / peers.name.replace("peers", "roofline")
+    results.write_text(json.dumps(content, indent=2) + "\n")
+    files = sorted(flags.results.glob("roofline*.json"), key=lambda file: file != results)
+    tables = [table(json.loads(file.read_text())) for file in files]
+    renew(flags.docs / "benchmarks.md", {"roofline": "\n\n".join(["Seconds at best / measured (share).", *tables])})
+    print(table(content))
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ PRESETS = {
     "tail": Preset(256, 8, 8, 4, 1024, 8192, ends=True),
     "long": Preset(256, 8, 8, 4, 1024, 8192, positions=131_072),
     "qwen0p4b": Preset(896, 24, 14, 2, 4864, 32768, tied=True),
+    "smollm2": Preset(576, 30, 9, 3, 1536, 49152, tied=True),  # the shape of SmolLM2-135M
 }
 
 

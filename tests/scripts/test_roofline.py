@@ -139,3 +139,24 @@ def test_shares_are_of_what_was_measured(tiny, monkeypatch):
     found = roofline.compare(machine, measured)["hand"]
     assert found["share"] == dict.fromkeys(roofline.PHASES, 0.25)
     assert found["least"]["generated_tokens_per_s"] == pytest.approx(6 / 0.756, rel=0.01)
+
+
+def test_supervised_updates_sample_nothing_and_need_no_reference(tiny):
+    found = roofline.least(bench.Workload(**{**vars(tiny), "algorithm": "sft"}), roofline.Machine(2.0, 8.0))
+    grpo = roofline.least(tiny, roofline.Machine(2.0, 8.0))
+    assert found == {"update_s": grpo["update_s"], "step_s": grpo["update_s"]}
+
+
+def test_preference_pairs_have_a_reference_and_sample_nothing(tiny):
+    found = roofline.least(bench.Workload(**{**vars(tiny), "algorithm": "dpo"}), roofline.Machine(2.0, 8.0))
+    grpo = roofline.least(tiny, roofline.Machine(2.0, 8.0))
+    assert found == {
+        **{phase: grpo[phase] for phase in ("prepare_s", "update_s")},
+        "step_s": pytest.approx(grpo["prepare_s"] + grpo["update_s"]),
+    }
+
+
+def test_workloads_of_the_chat_model_have_its_shape():
+    workload = roofline.workloads()["smollm2_grpo"]
+    preset = bench.PRESETS[workload.preset]
+    assert preset.matmul_parameters + preset.head_parameters == pytest.approx(134.5e6, rel=0.001)
