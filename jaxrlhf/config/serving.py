@@ -60,6 +60,8 @@ class RolloutServer(Settings):
       concurrency: Largest number of requests in progress.
       request_s: Time limit in seconds for a response, retries included. Time-outs, 429 and 5xx are retried.
       reload_s: Time limit in seconds for loading new weights.
+      largest_gap: Largest mean difference, in nats per token, between log-probabilities of the trainer and of a server
+        that has loaded new weights, compared on 16 tokens that the server samples after a fixed prompt.
       api_key_env: Environment variable with the API key; the key itself is never written anywhere.
     """
 
@@ -69,6 +71,7 @@ class RolloutServer(Settings):
     concurrency: Positive[int] = 256
     request_s: Finite[Positive[float]] = 600.0
     reload_s: Finite[Positive[float]] = 600.0
+    largest_gap: Finite[Positive[float]] = 0.2
     api_key_env: str | None = None
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ requests with tokens and their log-probabilities.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.batch import Params
+from jaxrlhf import models
+from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine.sequence import Completion, Request
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.execution import Execution
 from jaxrlhf.models.huggingface.save import named_tensors, save_each
 from jaxrlhf.models.lora.lora import Adapted, change_of
 from jaxrlhf.models.parameters import path_name
@@ -51,6 +54,11 @@ class PolicyWeights:
         """Write the weights as a Hugging Face checkpoint, adapters merged; see `save_each`."""
         save_each(self._whole(), self._shape(), "lm", folder, dtype=dtype, tokenizer=tokenizer, source=source)
 
+    def logps(self, tokens: Sequence[int], *, dtype: Any) -> np.ndarray:
+        """Return the log-probabilities of a sequence's tokens after the first, at temperature 1, computed in `dtype`."""
+        token_1W = jnp.array([tokens], jnp.int32)
+        return np.asarray(_logps(self.params, token_1W, config=self.config, execution=Execution(dtype=dtype)))[0, 1:]
+
     def _whole(self) -> Iterator[tuple[str, jax.Array]]:
         """Yield every parameter with its path; adapters are added to the weights they adapt."""
         for path, leaf in jax.tree.leaves_with_path(self.params, is_leaf=lambda node: isinstance(node, Adapted)):
@@ -60,6 +68,15 @@ class PolicyWeights:
         if not isinstance(self.config, ModelConfig):
             raise Refusal(f"{self.config.name} has no tensors in the format of Hugging Face")
         return self.config
+
+
+@partial(jax.jit, static_argnames=("config", "execution"))
+def _logps(params: Params, token_1W: Array, *, config: AnyModel, execution: Execution) -> Array:
+    """Compute the log-probabilities of a sequence's tokens; the first token's is 0."""
+    position_1W = jnp.arange(token_1W.shape[1], dtype=jnp.int32)[None]
+    rows = token_1W, position_1W, jnp.ones_like(token_1W)
+    hidden_1WD = models.hidden_states(params, config, *rows, execution=execution).hidden_RWD
+    return models.token_logp(params, config, hidden_1WD, token_1W, position_1W > 0, execution=execution).logp
 
 
 class RolloutEngine(Protocol):

@@ -207,6 +207,7 @@ class Builder:
             server,
             folder=place / "server_weights",
             save=partial(PolicyWeights.save, dtype=self.on.dtype, tokenizer=self.on.tokenizer, source=source),
+            logps=partial(PolicyWeights.logps, dtype=self.on.dtype),
             vocab_size=model.vocab_size,
             max_response_tokens=rollout.max_response_tokens,
             stop_tokens=stop_tokens(config, self.on.tokenizer),

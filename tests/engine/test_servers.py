@@ -3,6 +3,7 @@
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import rollout_servers
 from tiny_runs import get_config, records, training, write_policy
@@ -94,7 +95,7 @@ def engine_of(tmp_path):
     """Engine whose server answers requests for responses as is told, and loads version 3 at once."""
     servers = []
 
-    def make(answer, *, api="vllm", loads=None, has=None, **settings):
+    def make(answer, *, api="vllm", loads=None, has=None, logps=None, **settings):
         named = {"weight_version": "default"}
 
         def reply(body, number):
@@ -112,6 +113,7 @@ def engine_of(tmp_path):
             RolloutServer((servers[-1].url,), api=api, **settings),
             tmp_path / "weights",
             lambda weights, folder: folder.mkdir(parents=True),
+            logps,
             vocab_size=10,
             max_response_tokens=4,
             stop_tokens=(2,),
@@ -212,6 +214,37 @@ def test_weights_that_were_not_sent_are_noticed(engine_of, tmp_path):
         ask(engine_of(lambda body, number: (200, generated(sent, reason="abort")), api="sglang"))
     with pytest.raises(Unreadable, match=r"weight_info returned .*'default'.*version_3'; check that no other run uses"):
         ask(engine_of(lambda body, number: (200, completion()), has="default"))
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_new_weights_are_compared_before_the_first_response(engine_of, tmp_path, api):
+    sent, asked = tmp_path / "weights" / "version_3", []
+
+    def answer(body, number):
+        asked.append(body)
+        if api == "sglang":
+            return 200, generated(sent, logp=-0.5)
+        return 200, completion((5, 6, 7, 8), (-0.5, -1.0, -1.5, -2.0), "length")
+
+    def own(difference):
+        def logps(weights, tokens):
+            assert weights.version == 3 and tokens[:8] == (1, 2, 3, 4, 5, 6, 7, 9)
+            return np.concatenate([np.full(7, 9.0), difference + np.array([-0.5, -1.0, -1.5, -2.0][: len(tokens) - 8])])
+
+        return logps
+
+    assert len(ask(engine_of(answer, api=api, logps=own(0.05)), count=2)) == 2
+    assert len(asked) == 3
+    first = asked[0] if api == "vllm" else asked[0]["sampling_params"]
+    assert first["temperature"] == 1.0 and first["ignore_eos"] is True and first["stop_token_ids"] == []
+    with pytest.raises(
+        Unreadable, match=r"version 3 .* differ from the trainer's by 0.3 nats per token, expected at most"
+    ):
+        ask(engine_of(answer, api=api, logps=own(-0.3)))
+    assert len(asked) == 4  # and no response is asked for
+    assert len(ask(engine_of(answer, api=api, logps=own(-0.3), largest_gap=0.5), count=1)) == 1
+    with pytest.raises(Unreadable, match="by nan nats"):
+        ask(engine_of(answer, api=api, logps=own(float("nan"))))
 
 
 def test_a_server_that_fails_is_named_in_bounded_time(engine_of):

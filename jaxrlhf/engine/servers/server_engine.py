@@ -21,6 +21,9 @@ from jaxrlhf.engine.sequence import Completion, Request
 from jaxrlhf.engine.servers.protocols import PROTOCOLS, ResponseEnds, ServerResponse
 from jaxrlhf.rewards.endpoint import Unreadable, get_json, post_json
 
+PROBE_TOKENS = 8, 16
+"""Numbers of prompt tokens and of sampled tokens by which new weights are compared."""
+
 _OTHER_WEIGHTS = "check that no other run uses the server, and that the server was not restarted"
 
 
@@ -28,18 +31,23 @@ _OTHER_WEIGHTS = "check that no other run uses the server, and that the server w
 class ServerEngine:
     """Rollout engine of one or more servers of one kind, all with the same weights.
 
-    The servers load new weights before the next request.
+    The servers load new weights before the next request. Each server then samples a few tokens after a fixed prompt. If
+    its log-probabilities of these tokens are far from the trainer's, it has other weights or computes something else,
+    and the run ends.
 
     Attributes:
       folder: Folder for this engine's checkpoints, which the servers read. Older checkpoints (`version_*`) are deleted
         once all servers have loaded a newer one.
       save: Function that writes weights to a folder as a checkpoint.
+      logps: Function that returns the log-probabilities that weights give to the tokens of a sequence after its first;
+        None compares no log-probabilities.
       vocab_size: Size of the vocabulary; replies with larger ids are refused.
     """
 
     server: RolloutServer
     folder: Path
     save: Callable[[PolicyWeights, Path], None]
+    logps: Callable[[PolicyWeights, Sequence[int]], np.ndarray] | None
     vocab_size: int
     max_response_tokens: int
     stop_tokens: Sequence[int]
@@ -56,7 +64,7 @@ class ServerEngine:
         """Write a checkpoint of the weights and have every server load it.
 
         Raises:
-          EndpointError: A server did not load it.
+          EndpointError: A server did not load it, or computes other log-probabilities.
         """
         folder = (self.folder / f"version_{weights.version}").absolute()
         shutil.rmtree(folder, ignore_errors=True)  # left over from a killed run
@@ -67,6 +75,9 @@ class ServerEngine:
             if older.name != folder.name:
                 shutil.rmtree(older)
         self._version, self._loaded = weights.version, str(folder)
+        if self.logps is not None:
+            for url in self.server.urls:
+                self._compare(url, partial(self.logps, weights))
 
     def _reload(self, url: str, *, folder: Path) -> None:
         protocol = PROTOCOLS[self.server.api]
@@ -77,6 +88,22 @@ class ServerEngine:
                 protocol.check_reloaded(reply)
             except (AttributeError, LookupError, TypeError, ValueError) as error:
                 raise Unreadable(f"{url}{path} did not load {folder}: {error}") from error
+
+    def _compare(self, url: str, logps: Callable[[Sequence[int]], np.ndarray]) -> None:
+        """Raise `Unreadable` if a server's log-probabilities of tokens that it samples are far from the trainer's."""
+        prompt, sampled = PROBE_TOKENS
+        tokens = tuple(int(token) for token in np.linspace(1, self.vocab_size - 1, prompt))
+        probe = Request(0, tokens, min(sampled, self.max_response_tokens), stop_tokens=(), stop_texts=())
+        answer = self._complete(url, probe, Sampling(ignore_eos=True), seed=0)
+        own_T = logps((*tokens, *answer.tokens))[prompt - 1 :]
+        gap = float(np.abs(own_T - np.array(answer.logps)).mean())
+        if not gap <= self.server.largest_gap:
+            raise Unreadable(
+                f"{url} has loaded version {self._version} of the weights, but its log-probabilities of "
+                f"{len(answer.tokens)} sampled tokens differ from the trainer's by {gap:.3g} nats per token, expected "
+                f"at most largest_gap={self.server.largest_gap}; check that the server runs the same model (vLLM: "
+                "with --logprobs-mode processed_logprobs), or raise rollout.server.largest_gap"
+            )
 
     def _check_weights(self, url: str) -> None:
         """Raise `Unreadable` if a server has other weights than the sent ones, for example after a restart."""
