@@ -55,7 +55,7 @@ class PolicyWeights:
         save_each(self._whole(), self._shape(), "lm", folder, dtype=dtype, tokenizer=tokenizer, source=source)
 
     def logps(self, tokens: Sequence[int], *, dtype: Any) -> np.ndarray:
-        """Return the log-probabilities of a sequence's tokens after the first, at temperature 1, computed in `dtype`."""
+        """Return the log-probabilities of a sequence's tokens after the first, at temperature 1, in a dtype."""
         token_1W = jnp.array([tokens], jnp.int32)
         return np.asarray(_logps(self.params, token_1W, config=self.config, execution=Execution(dtype=dtype)))[0, 1:]
 
