@@ -3,8 +3,8 @@
     python -m scripts.benchmarks.roofline
 
 Measures the rate of float32 matrix products and the memory bandwidth, counts the operations and bytes that the
-mathematics needs, and writes the results of this machine and their table in docs/benchmarks.md. Measured seconds are
-those that `compare_peers` wrote on this machine.
+mathematics needs, and writes the results of this machine and their table in docs/benchmarks.md. `compare_peers`
+measured the seconds on this machine.
 
 Counted are: prompts once for each group, in every phase; in every decode step the weights and the filled KV cache of
 unfinished responses; one forward pass of the reference, except in SFT; three forward passes for an update, with the
