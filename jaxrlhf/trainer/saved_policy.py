@@ -1,11 +1,11 @@
-"""Export of runs that trained LoRA adapters: the base weights, and base weights and adapters merged."""
+"""Policies on disk: the checkpoints of runs, with whole weights or LoRA adapters, and Hugging Face checkpoints."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,12 @@ from jaxrlhf.models.lora.quantized import quantize
 from jaxrlhf.models.parameters import init_params, param_shapes, path_name
 from jaxrlhf.tracking.files import SETTINGS
 from jaxrlhf.trainer.resume import PUT_BACK
-from jaxrlhf.trainer.workdir import CHECKPOINTS
+from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
 
 SUFFIX = "_adapters"
 """End of the name of a checkpoint item that holds a role's adapters in place of its weights."""
+
+NO_FORMAT = "a user-defined module (Nnx), which has no Hugging Face format"
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,6 @@ class AdaptedRun:
             else:
                 yield path, weight if change is None else change
 
-    def adapters(self, checkpoints: Checkpoints, step: int, role: str, config: ModelConfig, head: Head) -> Params:
-        """Read the adapters of one step."""
-        name = role + SUFFIX
-        return checkpoints.read(step, {name: placed(adapter_shapes(config, head, self.lora))})[name]
-
     def save(
         self,
         adapters: Params,
@@ -169,6 +166,126 @@ def checkpoint_of(model: Model, *, cold_start: bool) -> Pretrained:
             "--merge"
         )
     return model
+
+
+@dataclass(frozen=True)
+class SavedPolicy:
+    """Policy on disk: the model of a run's checkpoint, or a Hugging Face checkpoint.
+
+    Attributes:
+      source: Workdir of the run, or path or hub id of the Hugging Face checkpoint.
+      run: Workdir of the run; None for a Hugging Face checkpoint.
+      step: Step of the run's checkpoint; 0 for a Hugging Face checkpoint.
+      role: Role that the run trained; `critic` is the reward model of a run without an actor.
+      adapted: Adapters and base weights; None if the run trained whole weights.
+    """
+
+    source: str
+    run: Path | None = None
+    step: int = 0
+    role: Literal["actor", "critic"] = "actor"
+    adapted: AdaptedRun | None = None
+
+    @property
+    def name(self) -> str:
+        """Path or hub id of the policy, with the step of a run's checkpoint."""
+        return self.source if self.run is None else f"{self.run}, step {self.step}"
+
+    @property
+    def head(self) -> Head:
+        """Head of the model."""
+        return "lm" if self.role == "actor" else "value"
+
+    @property
+    def is_described(self) -> bool:
+        """True if the model has a configuration and tokenizer in Hugging Face format."""
+        return self.run is None or (self.run / MODEL).is_dir()
+
+    @property
+    def description(self) -> str:
+        """Path or hub id of the model's configuration and tokenizer.
+
+        Raises:
+          Refusal: The run trained a user-defined module.
+        """
+        if not self.is_described:
+            raise Refusal(
+                f"{self.run} trained {NO_FORMAT}; evaluate it with the configuration of its run, or choose another run"
+            )
+        return self.source if self.run is None else str(self.run / MODEL)
+
+    def folder(self, item: str) -> Path:
+        """Return the folder of an item of the run's checkpoint, such as `actor`; the files are intact if they exist."""
+        with closing(self._checkpoints()) as checkpoints:
+            exists = item in checkpoints.holds(self.step)
+            return (checkpoints.checked_folder if exists else checkpoints.folder)(self.step, item)
+
+    def adapters(self, config: ModelConfig) -> Params:
+        """Read the adapters of the run's checkpoint."""
+        assert self.adapted is not None
+        name = self.role + SUFFIX
+        with closing(self._checkpoints()) as checkpoints:
+            shapes = placed(adapter_shapes(config, self.head, self.adapted.lora))
+            return checkpoints.read(self.step, {name: shapes})[name]
+
+    def weights(self, config: ModelConfig) -> Iterator[tuple[str, jax.Array]]:
+        """Yield each weight of the run's checkpoint in float32, with adapters merged, and its path."""
+        if self.adapted is not None:
+            return self.adapted.merged(self.adapters(config), config, self.head)
+        with closing(self._checkpoints()) as checkpoints:
+            return checkpoints.read_each(self.step, self.role, placed(param_shapes(config, self.head, jnp.float32)))
+
+    def _checkpoints(self) -> Checkpoints:
+        assert self.run is not None, "only runs have checkpoints of ours"
+        return Checkpoints(self.run / CHECKPOINTS, read_only=True)
+
+
+def find_policy(source: str | Path, step: int | None = None) -> SavedPolicy:
+    """Find the policy that a command names.
+
+    Args:
+      source: Workdir of a run, directory of a Hugging Face checkpoint, GGUF file, or hub id.
+      step: Step of a run's checkpoint; None is the newest.
+
+    Raises:
+      Refusal: There is no such checkpoint, or the run trained no policy.
+    """
+    place = Path(source).expanduser()
+    if (place / MODEL).is_dir() or (place / CHECKPOINTS).is_dir():
+        return find_run(source, step)
+    if step is not None:
+        raise Refusal(f"--step {step} requires the workdir of a run, but {source} is none; omit --step")
+    return SavedPolicy(str(source))
+
+
+def find_run(workdir: str | Path, step: int | None = None, *, reward_model: bool = False) -> SavedPolicy:
+    """Find the policy of a run.
+
+    Args:
+      step: Step of the run's checkpoint; None is the newest.
+      reward_model: True finds the reward model of a run that trained no policy.
+
+    Raises:
+      Refusal: There is no such run or checkpoint, or the run trained no policy.
+    """
+    run = Path(workdir).expanduser()
+    if run.name == COLD_START and (run.parent / MODEL).is_dir():
+        raise Refusal(f"{run} is the cold start of the run in {run.parent}; choose {run.parent} or another whole run")
+    if not (run / MODEL).is_dir() and not (run / CHECKPOINTS).is_dir():
+        raise Refusal(
+            f"{run} has no {MODEL} folder, so it is not the workdir of a run; train first, or choose another policy"
+        )
+    with closing(Checkpoints(run / CHECKPOINTS, read_only=True)) as checkpoints:
+        found = checkpoints.latest() if step is None else step
+        if found is None or found not in checkpoints.steps():
+            which = "" if found is None else f" of step {found}"
+            raise Refusal(f"{checkpoints.directory} has no checkpoint{which}; it has {checkpoints.steps()}")
+        held = checkpoints.holds(found)
+        role: Literal["actor", "critic"] = "actor" if held & {"actor", f"actor{SUFFIX}"} else "critic"
+        if role == "critic" and not reward_model:
+            raise Refusal(f"{run} trained no policy, and only a policy answers prompts; choose another run")
+        adapted = AdaptedRun.of(run, role, checkpoints.state(found)) if role + SUFFIX in held else None
+    return SavedPolicy(str(run), run, found, role, adapted)
 
 
 @partial(jax.jit, static_argnums=1)
