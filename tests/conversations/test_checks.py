@@ -89,6 +89,9 @@ def test_each_token_needs_a_log_probability():
         conversation.sampled([7, 8], [-1.0])
     with pytest.raises(ValueError, match="after a reply"):
         conversation.observe(USER)
+    conversation.sampled([7], [-1.0])
+    with pytest.raises(ValueError, match="was truncated"):
+        conversation.observe(USER)
 
 
 # transformers' response parsing
