@@ -166,7 +166,8 @@ def policy_roles(config: Config, policy: str | None, step: int | None = None) ->
     if saved.adapted is not None:
         run, adapters = saved.adapted, saved.folder(f"actor{SUFFIX}")
         actor = replace(config.actor, lora=run.lora)
-        config, start = replace(config, model=run.model, seed=run.seed, actor=actor), run.trained_weights
+        config = replace(config, model=run.model, seed=run.seed, actor=actor)
+        start = None if run.cold_start is None else run.cold_start.folder("actor")
     elif saved.run is not None:
         start = saved.folder("actor")
     phase = Phase(config, ("actor", ROLLOUT, "reward"), total_updates=1, policy=start, adapters=adapters)

@@ -41,13 +41,13 @@ class AdaptedRun:
       lora: Settings of the adapters.
       model: Origin of the base weights.
       seed: Seed of the run; a model from scratch was initialized from it.
-      cold_start: Folder of the run's cold start, which trained the base weights; None if there was none.
+      cold_start: Policy of the run's cold start, whose weights are the base weights; None if there was none.
     """
 
     lora: Lora
     model: Model
     seed: int
-    cold_start: Path | None
+    cold_start: "SavedPolicy | None"
 
     @classmethod
     def of(cls, run: Path, role: str, saved: Mapping[str, Any]) -> "AdaptedRun":
@@ -78,37 +78,25 @@ class AdaptedRun:
         model = dict(config["model"])
         if isinstance(tower := model.get("vision"), dict):
             model["vision"] = Tower(**{name: value for name, value in tower.items() if name != "class"})
-        cold = run / COLD_START
         return cls(
             Lora(**{**lora, "targets": tuple(lora["targets"])}),
             kinds[model.pop("class")](**model),
             config["seed"],
-            cold if config["cold_start"] is not None else None,
+            _newest(run / COLD_START) if config["cold_start"] is not None else None,
         )
-
-    @property
-    def trained_weights(self) -> Path | None:
-        """Checkpoint item of the cold start that holds the base weights; None without a cold start."""
-        if self.cold_start is None:
-            return None
-        with closing(Checkpoints(self.cold_start / CHECKPOINTS, read_only=True)) as checkpoints:
-            return checkpoints.checked_folder(self._newest(checkpoints), "actor")
 
     def weights(self, config: ModelConfig, head: Head) -> Iterator[tuple[str, jax.Array]]:
         """Yield each base weight in float32, with its path; a value head is zero."""
-        whole = _on_host()
         if self.cold_start is not None:
-            target = placed(param_shapes(config, head, jnp.float32))
-            with closing(Checkpoints(self.cold_start / CHECKPOINTS, read_only=True)) as checkpoints:
-                yield from checkpoints.read_each(self._newest(checkpoints), "actor", target)
-            return
+            return self.cold_start.weights(config)
+        whole = _on_host()
         with jax.default_device(next(iter(whole.device_set))):
             if isinstance(self.model, Pretrained):
                 shardings = jax.tree.map(lambda _: whole, param_shapes(config, head, jnp.float32))
                 params = load_pretrained(self.model.path, config, head, shardings)
             else:
                 params = init_params(config, head, jax.random.key(self.seed))
-        yield from ((path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(params))
+        return ((path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(params))
 
     def merged(self, adapters: Params, config: ModelConfig, head: Head) -> Iterator[tuple[str, jax.Array]]:
         """Yield each weight with its adapter's change added, and its path."""
@@ -144,14 +132,6 @@ class AdaptedRun:
         save_tokenizer(tokenizer, directory)
         size = (directory / WEIGHTS).stat().st_size
         progress(size, size)
-
-    def _newest(self, checkpoints: Checkpoints) -> int:
-        step = checkpoints.latest()
-        if step is None:
-            raise Refusal(
-                f"{checkpoints.directory} is missing, and with it the base weights of the adapters; restore the folder"
-            )
-        return step
 
 
 def checkpoint_of(model: Model, *, cold_start: bool) -> Pretrained:
@@ -286,6 +266,17 @@ def find_run(workdir: str | Path, step: int | None = None, *, reward_model: bool
             raise Refusal(f"{run} trained no policy, and only a policy answers prompts; choose another run")
         adapted = AdaptedRun.of(run, role, checkpoints.state(found)) if role + SUFFIX in held else None
     return SavedPolicy(str(run), run, found, role, adapted)
+
+
+def _newest(cold_start: Path) -> SavedPolicy:
+    """Return the policy that a cold start has trained."""
+    with closing(Checkpoints(cold_start / CHECKPOINTS, read_only=True)) as checkpoints:
+        step = checkpoints.latest()
+    if step is None:
+        raise Refusal(
+            f"{checkpoints.directory} is missing, and with it the base weights of the adapters; restore the folder"
+        )
+    return SavedPolicy(str(cold_start), cold_start, step)
 
 
 @partial(jax.jit, static_argnums=1)
