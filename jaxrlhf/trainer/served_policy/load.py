@@ -17,7 +17,7 @@ from jaxrlhf.models import choose_execution, param_dims, read_config
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.config import read_stop_tokens
 from jaxrlhf.models.huggingface.hub import resolve
-from jaxrlhf.models.parameters import param_shapes, path_name
+from jaxrlhf.models.parameters import path_name
 from jaxrlhf.models.vision.reader import reader_of
 from jaxrlhf.models.vision.rows import Pixels, no_pixels
 from jaxrlhf.sharding.mesh import GENERATION_AXES, SLOT_AXES, mesh_of
@@ -57,7 +57,7 @@ def load_policy(policy: str, sizes: EngineSizes, *, step: int | None = None, vis
     if saved.run is None:
         params = load_pretrained(policy, config, "lm", layout, dtype=dtype)
     else:
-        params = _laid_out(saved.weights(config), config, layout, dtype)
+        params = _laid_out(saved.weights(config), layout, dtype)
     stops = tuple(dict.fromkeys((tokenizer.eos_token_id, *read_stop_tokens(described))))
     engine = _engine(config, mesh, sizes, stops, tokenizer, no_pixels if images is None else images.patches)
     engine.load(params, saved.step, donated=jax.tree.map(lambda _: True, params))
@@ -103,9 +103,8 @@ def _engine(
     )
 
 
-def _laid_out(arrays: Iterator[tuple[str, jax.Array]], config: ModelConfig, layout: Any, dtype: Any) -> Any:
+def _laid_out(arrays: Iterator[tuple[str, jax.Array]], layout: Any, dtype: Any) -> Any:
     """Place the weights on devices in a layout, with one weight at a time on the host; return their tree."""
     places = {path_name(path): sharding for path, sharding in jax.tree.leaves_with_path(layout)}
     there = {name: jax.device_put(array.astype(dtype), places[name]) for name, array in arrays}
-    shapes = param_shapes(config, "lm", dtype)
-    return jax.tree.map_with_path(lambda path, _: there[path_name(path)], shapes)
+    return jax.tree.map_with_path(lambda path, _: there[path_name(path)], layout)
