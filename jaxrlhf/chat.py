@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config import CommandLine, Refusal, run_command
-from jaxrlhf.trainer.served_policy.flags import add_engine_flags, engine_sizes
+from jaxrlhf.trainer.served_policy.flags import add_engine_flags, add_policy_flags, engine_sizes
 
 _HELP = (
     "an empty line or Ctrl-D ends the chat, /new starts a new chat, /again samples the last answer again, "
@@ -36,7 +36,7 @@ def main() -> None:
             ("http://127.0.0.1:8000/v1 --key sk-...", "with a server"),
         ],
     )
-    command.add_argument("policy", help="workdir of a run, directory, GGUF file, hub id, or address of a server")
+    add_policy_flags(command, also=", or address of a server")
     command.add_argument("--vision", action="store_true", help="also load the vision tower of the policy")
     command.add_argument("--model", help="name of the model on the server; default: its first model")
     command.add_argument("--key", help="API key of the server; default: the environment variable OPENAI_API_KEY")

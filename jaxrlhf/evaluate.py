@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxrlhf.config import CommandLine, Refusal, run_command
 from jaxrlhf.config.cli.outputs import check_file
-from jaxrlhf.trainer.served_policy.flags import add_engine_flags, engine_sizes
+from jaxrlhf.trainer.served_policy.flags import add_engine_flags, add_policy_flags, engine_sizes
 
 _TASKS = "--tasks"
 
@@ -33,8 +33,7 @@ def main() -> None:
             ("runs/ppo_gsm8k --tasks arc_easy,hellaswag", "scores in tasks of lm_eval"),
         ],
     )
-    command.add_argument("--policy", default=None, help="workdir of a run, Hugging Face directory, GGUF file or hub id")
-    command.add_argument("--step", type=int, default=None, help="step of the checkpoint; default: the newest")
+    add_policy_flags(command, "--policy")
     command.add_argument("--samples", type=int, default=1, help="answers per problem; above 1 reports pass@k")
     command.add_argument("--show", type=int, default=5, help="number of answers to print")
     config, flags = command.parse_config()
@@ -62,7 +61,7 @@ def _tasks() -> None:
             ("runs/my_run --tasks gsm8k --num-fewshot 5 --apply-chat-template", "as chats with five examples"),
         ],
     )
-    command.add_argument("policy", help="workdir of a run, Hugging Face directory, GGUF file or hub id")
+    add_policy_flags(command)
     command.add_argument(_TASKS, required=True, help="names of tasks, separated by commas")
     command.add_argument("--include-path", type=Path, help="folder with more tasks, as YAML files of lm_eval")
     command.add_argument("--limit", type=float, help="examples per task, or their share if below 1; default: all")

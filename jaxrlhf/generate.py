@@ -25,6 +25,7 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.config.cli.outputs import check_file
 from jaxrlhf.config.roles import REWARD, actor
+from jaxrlhf.trainer.served_policy.flags import add_policy_flags
 
 _AT_ONCE: dict[str, Any] = {
     "staleness": 0,
@@ -68,7 +69,7 @@ def main() -> None:
             ("runs/my_run train.jsonl best.jsonl --samples 8 --best --config my_run.py", "by the rewards of a run"),
         ],
     )
-    command.add_argument("policy", help="workdir of a run, Hugging Face directory, GGUF file or hub id")
+    add_policy_flags(command)
     command.add_argument("prompts", help="file of prompts: JSON lines, JSON or parquet")
     command.add_argument("out", help="file of completions: .jsonl or .parquet")
     command.add_argument(
@@ -76,7 +77,6 @@ def main() -> None:
     )
     command.add_argument("--best", action="store_true", help="keep only the answer with the highest score")
     command.add_argument("--reward", help="reward for scores: a class such as MathReward, or file.py:function")
-    command.add_argument("--step", type=int, help="step of a run's checkpoint; default: the newest")
     config, flags = command.parse_config(implied=_reward_settings, default=_default())
     _check(flags)
     scored = flags.reward is not None or flags.config is not None

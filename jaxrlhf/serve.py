@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxrlhf.config import CommandLine, Refusal, run_command
 from jaxrlhf.config.serving import ServingLimits
-from jaxrlhf.trainer.served_policy.flags import add_engine_flags, engine_sizes
+from jaxrlhf.trainer.served_policy.flags import add_engine_flags, add_policy_flags, engine_sizes
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
             ("Qwen/Qwen2.5-0.5B-Instruct --port 9000 --slots 64", "a checkpoint of the hub"),
         ],
     )
-    command.add_argument("policy", help="workdir of a run, Hugging Face directory, GGUF file or hub id")
+    add_policy_flags(command)
     command.add_argument("--vision", action="store_true", help="also load the vision tower, for chats with images")
     command.add_argument("--name", help="name of the model in the API; default: the last part of the policy's path")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every address")

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.config import AnyEnvironment, Refusal, Tools
 from jaxrlhf.config.environments import choice, choices
 from jaxrlhf.conversations.chat_format import ChatFormat
-from jaxrlhf.conversations.template_facts import check_template
+from jaxrlhf.conversations.template_check import check_template
 from jaxrlhf.data.chats.rendered import RenderedChats
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.episode import EnvironmentFailure, Message, ToolSchema

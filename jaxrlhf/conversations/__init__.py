@@ -5,4 +5,4 @@ No other subpackage tokenizes messages after an episode has started.
 
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.conversation import Conversation, TokenSequence
-from jaxrlhf.conversations.template_facts import TemplateFacts, check_template
+from jaxrlhf.conversations.template_check import check_template

@@ -129,13 +129,6 @@ class SyntheticChat:
         names = [str(tool["function"]["name"]) for tool in tools]
         return all(with_tools.count(name) > without.count(name) for name in names)
 
-    def default_system(self) -> str:
-        """Return the text that the template writes by default before a chat without a system message."""
-        first = self._text([_user(LAST_WORD)]).split(LAST_WORD)[0]
-        header = self.following([_user(ANSWER)], ()).split(ANSWER)[0]
-        text = first[: len(first) - len(prefix_of_both(first[::-1], header[::-1]))]
-        return text if any(map(str.isalpha, self._template.special.without(text))) else ""
-
     def opening(self) -> str:
         """Return the text that opens a reply; empty if the end of a user's turn does so."""
         opened, closed = (self._text([_user("?")], open_reply=value) for value in (True, False))

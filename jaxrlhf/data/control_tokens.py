@@ -79,10 +79,6 @@ class ControlTokens:
         """
         return [*self.found_in(prefix_of_both(last, followed))] or [*self.found_in(last)][:1]
 
-    def without(self, text: str) -> str:
-        """Return the text without the control tokens that it spells out."""
-        return self._spelled.sub("", text)
-
     def mark(self, text: str, *, place: str) -> str:
         """Return the text with a mark inside every control token that it spells out; chat templates keep marks.
 

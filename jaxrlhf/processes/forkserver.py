@@ -17,17 +17,7 @@ from typing import get_args
 from jaxrlhf.processes.channel import Channel
 from jaxrlhf.processes.descendants import descendants, kill
 from jaxrlhf.processes.folders import remove
-from jaxrlhf.processes.forking import (
-    COMMAND,
-    END,
-    FORK,
-    SETUP,
-    SHOW,
-    CodeLoaded,
-    CodeRefused,
-    ProcessEnded,
-    ProcessForked,
-)
+from jaxrlhf.processes.forking import COMMAND, FORK, SETUP, CodeLoaded, CodeRefused, ProcessEnded, ProcessForked
 from jaxrlhf.processes.jobs import Code
 from jaxrlhf.processes.output import STDERR, ProcessOutput
 from jaxrlhf.processes.plain import loads
@@ -117,23 +107,12 @@ class ForkServer:
         """Return the channel of the process that the latest `ProcessForked` reported."""
         return self._asked.popleft()
 
-    def show_stack(self, pid: int) -> None:
-        """Request that a process prints its stack.
+    def command(self, kind: bytes, pid: int) -> None:
+        """Request that a process prints its stack (`SHOW`) or is killed (`END`, which `ProcessEnded` answers).
 
         Raises:
           OSError: The server is gone.
         """
-        self._command(SHOW, pid)
-
-    def end_process(self, pid: int) -> None:
-        """Request that a process is killed; `ProcessEnded` answers.
-
-        Raises:
-          OSError: The server is gone.
-        """
-        self._command(END, pid)
-
-    def _command(self, kind: bytes, pid: int) -> None:
         self._unsent.append(COMMAND.pack(kind, pid))
         self._send_commands()
 

@@ -43,10 +43,9 @@ class HttpServer:
         self.address = f"http://{shown}:{self._socket.getsockname()[1]}"
         # Events, because before Python 3.13 a Ctrl-C within `Thread.join` marks a running thread as ended.
         self._began, self._ended = threading.Event(), threading.Event()
-        self._grace_s, self._stop = 0.0, _nothing
 
     def answer_by(
-        self, app: Any, *, grace_s: float = 0.0, stop: Callable[[], None] | None = None, **options: Any
+        self, app: Any, *, grace_s: float = 0.0, stop: Callable[[], None] = lambda: None, **options: Any
     ) -> None:
         """Set the ASGI application that answers requests.
 
@@ -56,7 +55,7 @@ class HttpServer:
             at once.
           options: Options of uvicorn.
         """
-        self._grace_s, self._stop = grace_s, stop or _nothing
+        self._grace_s, self._stop = grace_s, stop
         # Warnings are one line or more for each invalid request, so clients without a key could fill the disk.
         how: dict[str, Any] = {"log_level": "error", "access_log": False, "lifespan": "off", "ws": "none"}
         config = uvicorn.Config(app, http=self._limits.protocol, **how, **options)
@@ -104,7 +103,3 @@ class HttpServer:
             await asyncio.sleep(0.05)
         await asyncio.sleep(self._grace_s)
         self._stop()
-
-
-def _nothing() -> None:
-    pass

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.processes.channel import Garbled
-from jaxrlhf.processes.forking import CodeLoaded, CodeRefused, ProcessEnded, ProcessForked
+from jaxrlhf.processes.forking import END, SHOW, CodeLoaded, CodeRefused, ProcessEnded, ProcessForked
 from jaxrlhf.processes.forkserver import GRACE_S, MOST_FORKS, ForkServer, how_it_ended
 from jaxrlhf.processes.jobs import NUMBER, Answer, Code, CodeFailure, Idle, Job, Process, Split
 from jaxrlhf.processes.output import ProcessOutput
@@ -150,13 +150,13 @@ class WorkerGroup:
                 continue
             process.late, process.end_s = True, now + SHOW_S
             with suppress(OSError):  # the server is gone
-                self._server.show_stack(process.pid)
+                self._server.command(SHOW, process.pid)
 
     def kill(self, process: Process) -> None:
         """Request that a process is killed; `ProcessEnded` will report its end."""
         self._release(process)
         try:
-            self._server.end_process(process.pid)
+            self._server.command(END, process.pid)
             self._expect_server()
         except OSError:
             self._restart_server()

@@ -74,13 +74,6 @@ def gsm8k(
     return float(given == expected)
 
 
-def arithmetic(
-    prompt: str, response: str, answer: str | None, record: Mapping[str, Any], *, in_thinking: bool = False
-) -> float:
-    """Return 1 if the number after the last `####` equals the reference answer, else 0."""
-    return gsm8k(prompt, response, answer, record, method="strict", in_thinking=in_thinking)
-
-
 def _reference(answer: str | None) -> Decimal:
     if answer is None:
         raise ValueError("this reward compares with a reference answer, and the record has none")

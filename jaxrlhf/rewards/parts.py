@@ -22,7 +22,7 @@ ENVIRONMENT = "environment"
 
 FUNCTIONS = {
     config.Gsm8kReward: "jaxrlhf.rewards.answers:gsm8k",
-    config.ArithmeticReward: "jaxrlhf.rewards.answers:arithmetic",
+    config.ArithmeticReward: "jaxrlhf.rewards.answers:gsm8k",
     config.MathReward: "jaxrlhf.rewards.mathematics:same_answer",
     config.CodeReward: "jaxrlhf.rewards.sandbox.programs:passes",
     config.FormatReward: "jaxrlhf.rewards.formats:matches",

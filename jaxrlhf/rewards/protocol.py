@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 from jaxrlhf.episode import FailureCause
 
 Number = float | int | None
-Cause = FailureCause
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 
@@ -58,7 +57,7 @@ class Failure:
 
     part: str
     index: int
-    cause: Cause
+    cause: FailureCause
     detail: str
 
 

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from jaxrlhf.episode import FailureCause
 from jaxrlhf.processes.jobs import Answer, Job
 from jaxrlhf.processes.workers import WorkerGroup
-from jaxrlhf.rewards.protocol import RESTART, Cause, Function, RewardsFailing
+from jaxrlhf.rewards.protocol import RESTART, Function, RewardsFailing
 
 CHUNK_SIZE = 64  # calls in one message
-FAILURES: tuple[Cause, ...] = ("timeout", "crash", "exception")  # other causes come from functions that work
+FAILURES: tuple[FailureCause, ...] = ("timeout", "crash", "exception")  # other causes come from functions that work
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from jaxrlhf.config import Config, CosineLengthReward, MathReward, PolicyGradien
 from jaxrlhf.data.sources import Loaded
 from jaxrlhf.models import AnyModel, CausalLM
 from jaxrlhf.models.counts import weight_counts
-from jaxrlhf.rewards.mathematics.references import read_as_text
+from jaxrlhf.rewards.mathematics.stated import read_as_text
 from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.single_controller.pools import Pools
 from jaxrlhf.trainer.phase import RunData

@@ -200,7 +200,7 @@ def trained(config: Config, item: str, shapes: Any, *, step: int | None = None) 
       step: Step of the checkpoint; None is the last.
     """
     from jaxrlhf.checkpoint import Checkpoints
-    from jaxrlhf.trainer.lora_export import placed
+    from jaxrlhf.trainer.saved_policy import placed
 
     with closing(Checkpoints(config.folder / "checkpoints", read_only=True)) as checkpoints:
         return checkpoints.read(step or config.steps, {item: placed(shapes)})[item]

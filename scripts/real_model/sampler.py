@@ -9,7 +9,7 @@ from jaxrlhf.config import GRPO, Config, Environment, Sampling
 from jaxrlhf.dataflows.step import value_of
 from jaxrlhf.tracking import RunConsole
 from jaxrlhf.trainer.phase import load_split
-from jaxrlhf.trainer.policy import choose_policy
+from jaxrlhf.trainer.policy import policy_roles
 from scripts.real_model import tasks
 from scripts.real_model.runs import Figures, Given, config_of, prompt_file, questions, rollout, scored_by_vowels
 
@@ -30,10 +30,10 @@ def gaps(rollout: RolloutBatch, logp_BT: Any) -> dict[str, float]:
 
 def _both(config: Config, given: Given, copies: int) -> tuple[RolloutBatch, dict[str, float]]:
     """Sample with a configuration's first prompts, and compute the log-probabilities again as training does."""
-    chosen = choose_policy(config, str(given.model))
-    problems = list(load_split(chosen.config, chosen.tokenizer, "train").problems[: config.rollout.prompts_per_step])
+    found = policy_roles(config, str(given.model))
+    problems = list(load_split(found.config, found.tokenizer, "train").problems[: config.rollout.prompts_per_step])
     how: dict[str, Any] = {"responses_per_prompt": copies, "seed": 1}
-    with RunConsole(steps=0) as console, chosen.roles(console) as roles:
+    with RunConsole(steps=0) as console, found.launched(console) as roles:
         if config.environment is None:
             sampled = value_of(roles.actor.generate_sequences(problems, Sampling(), **how))
         else:

@@ -49,9 +49,10 @@ def test_a_template_that_numbers_its_turns(refused):
 
 
 def test_the_embedded_tokenizer_is_right():
-    facts = check_template(ChatFormat(embedded_tokenizer()), [NOTE])
-    assert (facts.stop_tokens, facts.opening, facts.default_system) == (("<|eos|>",), "<|assistant|>", "")
-    assert (facts.family, facts.tool_role, facts.keeps_history, facts.shows_tools) == ("embedded", "tool", True, False)
+    chat = ChatFormat(embedded_tokenizer())
+    check_template(chat, [NOTE])
+    assert (chat.stop_tokens, chat.synthetic.opening()) == ({chat.tokenizer.eos_token_id}, "<|assistant|>")
+    assert (chat.family, chat.synthetic.tool_role, chat.synthetic.shows([NOTE])) == ("embedded", "tool", False)
 
 
 def test_messages_that_a_template_refuses_are_the_environments_fault():
@@ -88,6 +89,9 @@ def test_each_token_needs_a_log_probability():
     with pytest.raises(ValueError, match="2 tokens were sampled and 1"):
         conversation.sampled([7, 8], [-1.0])
     with pytest.raises(ValueError, match="after a reply"):
+        conversation.observe(USER)
+    conversation.sampled([7], [-1.0])
+    with pytest.raises(ValueError, match="was truncated"):
         conversation.observe(USER)
 
 

@@ -252,15 +252,14 @@ def test_a_turn_costs_the_same_however_long_the_episode_is(name, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_facts_about_templates(name):
-    facts = check_template(format_of(name), [ADD])
-    assert set(FAMILIES[name].ends) <= set(facts.stop_tokens)
-    assert facts.shows_tools == (name not in ("gemma 3", "phi 3.5", "deepseek v3"))
-    assert facts.tool_role == ("user" if name in ("gemma 3", "phi 3.5") else "tool")
-    assert not facts.keeps_reasoning
-    assert facts.keeps_history == (name in KEEP)
-    assert ("You are" in facts.default_system) == (name in ("qwen2.5", "gpt-oss"))
-    assert BETWEEN[name][1].endswith(facts.opening)
-    assert all(isinstance(line, str) for line in facts.lines())
+    chat = format_of(name)
+    check_template(chat, [ADD])
+    assert {chat.template.special.ids[end] for end in FAMILIES[name].ends} <= chat.stop_tokens
+    assert chat.synthetic.shows([ADD]) == (name not in ("gemma 3", "phi 3.5", "deepseek v3"))
+    assert chat.synthetic.tool_role == ("user" if name in ("gemma 3", "phi 3.5") else "tool")
+    assert not chat.keeps([MORE], reasoning=True)
+    assert all(chat.keeps(later, reasoning=False) for later in ([MORE], [ANSWER])) == (name in KEEP)
+    assert BETWEEN[name][1].endswith(chat.synthetic.opening())
 
 
 # The template's own history

@@ -97,28 +97,24 @@ def test_letters_that_spell_a_tag_are_no_call(name):
     assert (reply.calls, reply.malformed, reply.text) == ((), (), text)
 
 
-CIRCLES = {
-    glm: "<tool_call>note" + "<arg_key>a</arg_key><arg_value>" * 2000 + "</tool_call>",
-    qwen_xml: "<tool_call><function=note>" + "<parameter=a>\n" * 20_000 + "</function></tool_call>",
-    minimax: "<minimax:tool_call>" + '<invoke name="note">' * 20_000 + "</minimax:tool_call>",
-    deepseek: "<｜tool▁call▁begin｜>function<｜tool▁sep｜>note\n```json" + "\n" * 2000 + "<｜tool▁call▁end｜>",
-    kimi: f"<|tool_call_begin|>functions.{' ' * 40_000}x<|tool_call_argument_begin|>no<|tool_call_end|>",
-    gemma: f"<|tool_call>call:{' ' * 40_000}<tool_call|>",
-}
+CIRCLES = [
+    (glm, "<tool_call>note" + "<arg_key>a</arg_key><arg_value>" * 2000 + "</tool_call>"),
+    (qwen_xml, "<tool_call><function=note>" + "<parameter=a>\n" * 20_000 + "</function></tool_call>"),
+    (minimax, "<minimax:tool_call>" + '<invoke name="note">' * 20_000 + "</minimax:tool_call>"),
+    (
+        minimax,
+        '<minimax:tool_call><invoke name="note">' + '<parameter name="a">' * 20_000 + "</invoke></minimax:tool_call>",
+    ),
+    (deepseek, "<｜tool▁call▁begin｜>function<｜tool▁sep｜>note\n```json" + "\n" * 2000 + "<｜tool▁call▁end｜>"),
+    (kimi, f"<|tool_call_begin|>functions.{' ' * 40_000}x<|tool_call_argument_begin|>no<|tool_call_end|>"),
+    (gemma, f"<|tool_call>call:{' ' * 40_000}<tool_call|>"),
+]
 
 
-@pytest.mark.parametrize("family", CIRCLES, ids=lambda family: family.__name__.rpartition(".")[2])
-def test_endless_repetition_is_parsed_in_linear_time(family):
+@pytest.mark.parametrize(("family", "text"), CIRCLES, ids=[family.__name__.rpartition(".")[2] for family, _ in CIRCLES])
+def test_endless_repetition_is_parsed_in_linear_time(family, text):
     start = time.perf_counter()
-    written = family.find(CIRCLES[family], str, ["note"])
-    assert time.perf_counter() - start < 1.0
-    assert [type(call) for call in written.calls] == [str]
-
-
-def test_parameters_without_an_end_are_parsed_in_linear_time():
-    start = time.perf_counter()
-    call = '<invoke name="note">' + '<parameter name="a">' * 20_000 + "</invoke>"
-    written = minimax.find(f"<minimax:tool_call>{call}</minimax:tool_call>", str, ["note"])
+    written = family.find(text, str, ["note"])
     assert time.perf_counter() - start < 1.0
     assert [type(call) for call in written.calls] == [str]
 
@@ -316,12 +312,6 @@ def test_a_tuple_is_a_list():
     tokenizer, parser = parser_of(FORMS["lfm2"])
     tokens = tokenizer.encode("<|tool_call_start|>[f(x=(1, (2,)))]<|tool_call_end|>", add_special_tokens=False)
     assert [call.arguments for call in read(parser, tokens, tool_with(type="array")).calls] == [{"x": [1, [2]]}]
-
-
-@pytest.mark.parametrize("text", ["NaN", "Infinity", "1e999", "[NaN]"])
-def test_numbers_that_are_not_finite_are_malformed(text):
-    call = WrittenCall("f", json.loads(f'{{"x": {text}}}'))
-    assert isinstance(Signatures(tool_with()).check(call), MalformedCall)
 
 
 @pytest.mark.parametrize("given", [None, 5, [1], "x", '"x"'])

@@ -13,7 +13,7 @@ from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import decoder, embedded_tokenizer, load_tokenizer, misread
 from jaxrlhf.models import model_config
 from jaxrlhf.models.huggingface.save import save_description
-from jaxrlhf.trainer import lora_export
+from jaxrlhf.trainer import saved_policy
 
 TEXTS = [
     "Mia has 12 marbles.\nShe finds 5 more.",
@@ -263,8 +263,8 @@ def test_saved_tokenizer_names_no_code_of_its_source(tmp_path, monkeypatch):
     tokenizer = load_tokenizer(str(tmp_path / "source"))
     tokenizer.save_pretrained(tmp_path / "plain")
     (tmp_path / "adapters").mkdir()
-    monkeypatch.setattr(lora_export, "save_adapters", lambda *given, **_: (given[4] / lora_export.WEIGHTS).touch())
-    adapted = lora_export.AdaptedRun(Lora(), Pretrained("base"), seed=0, cold_start=None)
+    monkeypatch.setattr(saved_policy, "save_adapters", lambda *given, **_: (given[4] / saved_policy.WEIGHTS).touch())
+    adapted = saved_policy.AdaptedRun(Lora(), Pretrained("base"), seed=0, cold_start=None)
     how = {"tokenizer": tokenizer, "dtype": "float32", "progress": lambda done, total: None}
     adapted.save({}, None, "lm", tmp_path / "adapters", **how)
     save_description(model_config(FromScratch(), tokenizer), tmp_path / "model", tokenizer=tokenizer)

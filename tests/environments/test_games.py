@@ -67,23 +67,6 @@ def test_equal_seeds_give_equal_games():
     assert len({tuple(course) for course in courses}) > 1
 
 
-def test_the_optimum_of_frozen_lake_equals_value_iteration(pool):
-    lake = gymnasium.make("FrozenLake-v1", is_slippery=False).unwrapped
-    values, policy = np.zeros(16), np.zeros(16, int)
-    for _ in range(50):
-        returns = [[sum(p * (r + 0.9 * values[s]) for p, s, r, _ in lake.P[x][a]) for a in range(4)] for x in range(16)]
-        values, policy = np.max(returns, 1), np.argmax(returns, 1)
-    pool.start(6, 0, {}, 0).result(LIMIT_S)
-    state, rewards, done = 0, [], False
-    while not done:
-        action = int(policy[state])
-        seen = play(pool, 6, ("left", "down", "right", "up")[action])
-        state, done = lake.P[state][action][0][1], seen.done
-        rewards.append(seen.reward)
-    assert len(rewards) == 6 and rewards[-1] == 1.0
-    assert values[0] == pytest.approx(0.9**5)
-
-
 def test_demonstrations_of_the_lake_move_as_in_gymnasium():
     ends = set()
     for row in generated_records(load("game_frozen_lake").data.function, "train", 200, 0):

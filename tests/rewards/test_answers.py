@@ -5,8 +5,8 @@ from decimal import Decimal
 
 import pytest
 
-from jaxrlhf.rewards.answers import arithmetic, gsm8k, last_number, marked_number
-from jaxrlhf.rewards.formats import check_pattern, matches
+from jaxrlhf.rewards.answers import gsm8k, last_number, marked_number
+from jaxrlhf.rewards.formats import matches
 
 MINUS = "\N{MINUS SIGN}"
 
@@ -109,7 +109,6 @@ def test_last_number_in_a_text(text, value):
 def test_strict_and_flexible(response, answer, strict, flexible):
     assert gsm8k("", response, answer, {}, method="strict") == strict
     assert gsm8k("", response, answer, {}, method="flexible") == flexible
-    assert arithmetic("", response, answer, {}) == strict
 
 
 @pytest.mark.parametrize("answer", [None, "", "unknown", "#### none"])
@@ -132,5 +131,3 @@ def test_format_is_a_full_match():
     pattern = r"(?s)<think>.*</think>\s*####\s*-?\d+"
     assert matches("", "<think>a\nb</think>\n#### 7", None, {}, pattern=pattern) == 1.0
     assert matches("", "<think>a\nb</think>\n#### 7 .", None, {}, pattern=pattern) == 0.0
-    with pytest.raises(ValueError, match="not a regular expression"):
-        check_pattern("(")

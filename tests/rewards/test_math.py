@@ -13,7 +13,7 @@ from math_answers import KINDS, cases, stated
 from math_references import TYPICAL
 
 from jaxrlhf.rewards.mathematics import same_answer
-from jaxrlhf.rewards.mathematics.references import read_as_text
+from jaxrlhf.rewards.mathematics.stated import read_as_text
 
 
 @pytest.mark.parametrize(

@@ -184,18 +184,6 @@ def test_arrays_are_not_numbers(run):
     assert failures[2].detail == "returned a ndarray: array([[1.]]), not a number"
 
 
-def test_printing_does_not_disturb_the_pipe(run):
-    values, failures, _ = run("single", ["print"] * 20)
-    assert values == dict.fromkeys(range(20), 5.0) and not failures
-
-
-def test_a_function_that_writes_into_its_connection_loses_its_example(run):
-    responses = ["value 0", "scribble", "value 2", "closeall", "value 4", "scribble text"]
-    values, failures, _ = run("single", responses)
-    assert values == {0: 0.0, 2: 2.0, 4: 4.0}
-    assert {index: failure.cause for index, failure in failures.items()} == dict.fromkeys((1, 3, 5), "crash")
-
-
 @pytest.mark.parametrize("name", ["single", "many", "waits"])
 @pytest.mark.parametrize("forged", ["pickle", "answer", "idle", "type"])
 def test_a_forged_answer_loses_its_example_and_is_never_executed(run, tmp_path, name, forged):
@@ -238,13 +226,6 @@ def test_only_the_parent_of_a_fork_answers(run, name):
     responses[3], responses[8] = "fork", "fork raise"
     values, failures, _ = run(name, responses, workers=1)
     assert values == {**{index: float(index) for index in range(20)}, 3: 6.0, 8: 6.0} and not failures
-
-
-def test_results_stream(hostile):
-    with RewardPool([Function("single", f"{hostile}:single")], workers=2, timeout_s=2.0) as pool:
-        start = time.monotonic()
-        first = next(iter(calls_of(pool, [Example("p", r, None, {}) for r in ["hang", "value 1"]])))
-        assert first.index == 1 and time.monotonic() - start < 1.0
 
 
 def test_an_abandoned_run_leaves_a_usable_pool(hostile):

@@ -9,7 +9,7 @@ from made_runs import LORA, made_config, make_run
 
 from jaxrlhf.checkpoint import Damaged
 from jaxrlhf.config import Refusal
-from jaxrlhf.trainer.policy import choose_policy, export_policy
+from jaxrlhf.trainer.policy import export_policy, policy_roles
 from jaxrlhf.trainer.served_policy.flags import EngineSizes
 from jaxrlhf.trainer.served_policy.load import load_policy
 
@@ -35,7 +35,7 @@ def export(run, lora):
 
 
 def evaluate(run, lora):
-    return choose_policy(made_config(run, lora), str(run)).step
+    return policy_roles(made_config(run, lora), str(run)).saved.step
 
 
 def serve(run, lora):

@@ -11,7 +11,7 @@ from made_runs import LORA, made_config, make_run
 
 import jaxrlhf
 from jaxrlhf.config import Refusal
-from jaxrlhf.trainer.policy import choose_policy, evaluate_policy, export_policy
+from jaxrlhf.trainer.policy import evaluate_policy, export_policy, policy_roles
 from jaxrlhf.viewer.run_files import RunFiles
 
 
@@ -132,5 +132,5 @@ def test_whole_folder_is_read_by_every_command(run, monkeypatch):
     monkeypatch.setattr("jaxrlhf.trainer.run.run_phase", lambda context, config, *_, **__: config.folder)
     resume(run)
     export(run)
-    assert choose_policy(made_config(run, LORA), str(run)).step == 2
+    assert policy_roles(made_config(run, LORA), str(run)).saved.step == 2
     view(run)

@@ -198,15 +198,6 @@ def test_metrics_count_requests_and_tokens(client, serving):
     assert values["jaxrlhf_busy_slots_total"] <= values["jaxrlhf_slots_total"]
 
 
-def test_tokenize_returns_prompt_ids(client, serving):
-    model = serving[1]
-    assert client.post("/tokenize", json={"prompt": "Tom has"}).json()["tokens"] == list(model.tokens_of("Tom has"))
-    messages = [{"role": "user", "content": "Tom has"}]
-    told = client.post("/tokenize", json={"messages": messages}).json()
-    assert told["tokens"] == list(model.form.prompt(messages))
-    assert json.dumps(told["count"]) == str(len(told["tokens"]))
-
-
 def test_idle_connections_do_not_block_other_clients():
     """300 half-open connections without a key, where 16 are allowed, and one client with requests."""
     limits = ServingLimits(connections=16, headers_s=1.0, requests=4)
@@ -276,20 +267,6 @@ def test_header_time_limit_does_not_apply_between_requests():
             one.sendall(ask[:20])
             with contextlib.suppress(ConnectionError):
                 assert one.recv(1000) == b""
-
-
-def test_too_long_text_is_refused_before_tokenization(monkeypatch):
-    monkeypatch.setattr("jaxrlhf.conversations.ChatFormat.prompt", lambda *_, **__: pytest.fail("tokenised"))
-    with served(engine=build_engine(embedded_tokenizer())) as (server, model):
-        long = "a" * (model.max_characters + 1)
-        fits = len(max(model.tokenizer.get_vocab(), key=len)) * model.service.engine.context_tokens
-        assert fits <= model.max_characters < 1 << 20
-        with httpx.Client(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client:
-            chat = {**CHAT, "messages": [{"role": "user", "content": long}]}
-            for path, body in (("chat/completions", chat), ("completions", {**ASKED, "prompt": long})):
-                answer = client.post(f"{server.address}/v1/{path}", json=body)
-                assert error(answer) == (400, "context_length_exceeded")
-                assert "cannot fit the context of 512 tokens" in answer.text
 
 
 def test_without_a_key_only_local_host_names_are_served():

@@ -171,26 +171,19 @@ REFUSED = [
     ({"top_logprobs": 2}, 400, "top_logprobs"),
     ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs"),
     ({"top_logprobs": 2, "logprobs": True, "stream": True}, 400, "top_logprobs"),
-    ({"tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice"),
     ({"tools": [TOOL, TOOL]}, 400, "tools"),
     ({"tools": [TOOL, TOOL], "stream": True}, 400, "tools"),
-    ({"presence_penalty": 1.0}, 400, "presence_penalty"),
     ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, 400, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, 400, "response_format"),
     ({"response_format": {"type": "json_object"}, "extra_body": {"min_tokens": 3}}, 400, "min_tokens"),
     ({"response_format": {"type": "json_object"}, "extra_body": {"ignore_eos": True}}, 400, "ignore_eos"),
-    ({"temperature": 3.0}, 400, "temperature"),
-    ({"n": 1000}, 400, "n"),
     ({"stop": ["a"] * 40}, 400, "stop"),
-    ({"extra_body": {"top_k": 2**31}}, 400, "top_k"),
-    ({"extra_body": {"min_tokens": 2**31}}, 400, "min_tokens"),
     ({"max_tokens": RESPONSE + 1}, 400, "messages"),
     ({"messages": [{"role": "user", "content": "apples " * CONTEXT}]}, 400, "messages"),
     ({"messages": []}, 400, "messages"),
     ({"messages": [{"role": "judge", "content": "a"}]}, 400, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, 400, "messages"),
     ({"model": "gpt-5"}, 404, "model"),
-    ({"extra_body": {"colour": 1}}, 400, "colour"),
     ({"extra_body": {"suffix": "the end"}}, 400, "suffix"),
 ]
 
@@ -204,15 +197,6 @@ def test_unsupported_requests_get_typed_errors(client, options, status, param):
     assert (caught.value.status_code, caught.value.param) == (status, param)
     assert caught.value.type == "invalid_request_error"
     assert caught.value.code
-
-
-def test_stream_before_a_call_equals_content_up_to_line_breaks(client, model, monkeypatch):
-    text = "\n\nThe set {1, 2} is small. " + calling(model)
-    tokens = (*model.tokenizer.encode(text, add_special_tokens=False), model.tokenizer.eos_token_id)
-    script(model, monkeypatch, tokens)
-    whole = chat(client, tools=[TOOL]).choices[0].message.content
-    parts = [event.choices[0].delta.content for event in chat(client, tools=[TOOL], stream=True)]
-    assert "".join(part or "" for part in parts).lstrip("\n") == whole == "The set {1, 2} is small. "
 
 
 def test_completion_keeps_the_space_before_its_first_word():

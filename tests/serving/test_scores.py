@@ -168,6 +168,7 @@ def test_tokenizer_endpoints(model):
     api = Api(model.tokenizer)
     info = api.request("GET", "/tokenizer_info").json()
     assert (info["eos_token"], info["chat_template"]) == (model.tokenizer.eos_token, model.tokenizer.chat_template)
+    assert api.request("POST", "/tokenize", {"prompt": "Tom has"}).json()["tokens"] == list(model.tokens_of("Tom has"))
     ids = api.request("POST", "/tokenize", {"prompt": "Tom has", "add_special_tokens": False}).json()["tokens"]
     assert ids == model.tokenizer.encode("Tom has", add_special_tokens=False)
     assert api.request("POST", "/detokenize", {"tokens": [*ids, 2]}).json() == {

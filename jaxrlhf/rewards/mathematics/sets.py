@@ -15,8 +15,6 @@ EVERYTHING = RealInterval(operation("neg", INFINITY), INFINITY, False, False)
 
 def interval_of(value: Any) -> RealInterval | None:
     """Return a pair in brackets as an interval; None for other values."""
-    if isinstance(value, RealInterval):
-        return value
     if not isinstance(value, Items) or len(value.values) != 2 or value.bracket not in ("()", "(]", "[)", "[]"):
         return None
     low, high = value.values

@@ -1,10 +1,12 @@
 """Search for the final answer that a response states."""
 
 import re
+from collections.abc import Sequence
 
-from jaxrlhf.rewards.mathematics.reading import is_mathematics
-from jaxrlhf.rewards.mathematics.spelling import closes
+from jaxrlhf.rewards.mathematics.reading import is_mathematics, read_answer
+from jaxrlhf.rewards.mathematics.spelling import closes, undressed, without_commas
 from jaxrlhf.rewards.mathematics.tokens import is_word
+from jaxrlhf.rewards.mathematics.values import Words
 from jaxrlhf.rewards.mathematics.words import FRACTIONS
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
@@ -73,6 +75,18 @@ def reference_text(answer: str) -> str | None:
     if formulas and _STATED.search(answer):
         return formulas[-1]
     return answer.strip() if answer.strip(" \t\r\n$") else None
+
+
+def read_as_text(answers: Sequence[str]) -> list[str]:
+    """Return the references with digits or formulas that can only be compared as text; plain words are left out."""
+    found = []
+    for answer in answers:
+        text = reference_text(answer)
+        if text is None or not re.search(r"[\d\\^]", re.sub(r"\\(?:text|mathrm|mbox)[a-z]*", "", text)):
+            continue
+        if isinstance(read_answer(without_commas(undressed(text))), Words):
+            found.append(answer)
+    return found
 
 
 def _without_stop(text: str) -> str:

@@ -106,13 +106,10 @@ class Export:
         from jaxrlhf.checkpoint.pretrained import export_converted, is_converted
         from jaxrlhf.tracking import BytesBar
         from jaxrlhf.trainer.failures import writing
-        from jaxrlhf.trainer.lora_export import SUFFIX
         from jaxrlhf.trainer.policy import export_policy
         from jaxrlhf.trainer.publishing.push import push
-        from jaxrlhf.trainer.workdir import CHECKPOINTS
+        from jaxrlhf.trainer.saved_policy import find_run
 
-        if self.gguf is not None and not self.merge and any((Path(run) / CHECKPOINTS).glob(f"*/*{SUFFIX}")):
-            raise Refusal(_WHOLE)
         with writing(self.directory), BytesBar("writing") as bar:
             if is_converted(run):
                 if step is not None or self.merge or self.average:
@@ -123,6 +120,8 @@ class Export:
                 export_converted(run, self.directory, dtype=self.dtype, progress=bar)
                 what = "model"
             else:
+                if self.gguf is not None and not self.merge and find_run(run, step, reward_model=True).adapted:
+                    raise Refusal(_WHOLE)
                 how: dict[str, Any] = {"step": step, "dtype": self.dtype or "float32"}
                 how |= {"merge": self.merge, "average": self.average, "name": self.push}
                 what = f"model of step {export_policy(run, self.directory, **how, progress=bar)}"

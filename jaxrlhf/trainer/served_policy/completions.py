@@ -18,7 +18,7 @@ from jaxrlhf.dataflows.step import value_of
 from jaxrlhf.tracking import RunConsole
 from jaxrlhf.tracking.records import jsonable
 from jaxrlhf.trainer.phase import load_split
-from jaxrlhf.trainer.policy import ChosenPolicy, choose_policy
+from jaxrlhf.trainer.policy import PolicyRoles, policy_roles
 from jaxrlhf.workers.reward import response_texts
 
 _SEED = 20_000_011
@@ -40,7 +40,7 @@ def write_completions(
     """Answer the training problems of a configuration, and write the answers with the problems' records.
 
     Args:
-      policy: Workdir of a run, Hugging Face directory, GGUF file, or hub id.
+      policy: Policy as in `find_policy`.
       out: New `.jsonl` file, appended to batch by batch, or new `.parquet` file, written at the end.
       step: Step of a run's checkpoint; None is the newest.
       samples: Answers per prompt.
@@ -50,13 +50,13 @@ def write_completions(
     Returns:
       Number of completions.
     """
-    chosen = choose_policy(config, policy, step)
-    loaded = load_split(chosen.config, chosen.tokenizer, "train")
-    _check_fields(loaded, chosen.config, out)
+    found = policy_roles(config, policy, step)
+    loaded = load_split(found.config, found.tokenizer, "train")
+    _check_fields(loaded, found.config, out)
     count, kept = 0, list[dict[str, Any]]()
-    steps = -(-len(loaded.problems) // chosen.config.rollout.prompts_per_step)
+    steps = -(-len(loaded.problems) // found.config.rollout.prompts_per_step)
     with RunConsole(steps=steps, columns=_PROGRESS) as console, _new_file(out) as file:
-        answers = _answers(chosen, loaded, console, samples=samples, sampling=sampling, scored=scored, best=best)
+        answers = _answers(found, loaded, console, samples=samples, sampling=sampling, scored=scored, best=best)
         for number, rows in enumerate(answers, start=1):
             count += len(rows)
             console.log(number, {"completions": count})
@@ -123,7 +123,7 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _answers(
-    chosen: ChosenPolicy,
+    found: PolicyRoles,
     loaded: Loaded,
     console: RunConsole,
     *,
@@ -133,12 +133,12 @@ def _answers(
     best: bool,
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of `prompts_per_step` prompts at a time, in the order of the prompt file."""
-    per_step = chosen.config.rollout.prompts_per_step
+    per_step = found.config.rollout.prompts_per_step
     if loaded.dropped_too_long:
-        most = f"rollout.max_prompt_tokens={chosen.config.rollout.max_prompt_tokens}"
+        most = f"rollout.max_prompt_tokens={found.config.rollout.max_prompt_tokens}"
         console.print(f"skipping {loaded.dropped_too_long} of {loaded.total} prompts that are longer than {most}")
-    decode, problems = decoder(chosen.tokenizer), loaded.problems
-    with chosen.roles(console) as roles:
+    decode, problems = decoder(found.tokenizer), loaded.problems
+    with found.launched(console) as roles:
         for start in range(0, len(problems), per_step):
             some = problems[start : start + per_step]
             future = roles.actor.generate_sequences(some, sampling, responses_per_prompt=samples, seed=_SEED + start)
@@ -148,7 +148,7 @@ def _answers(
                 score_B = np.where(scores.scorable_B, scores.score_B, np.nan)
             texts = response_texts(value_of(future), decode)
             yield [
-                {**_record(some[b // samples], chosen.config), "completion": texts[b], "sample": b % samples}
+                {**_record(some[b // samples], found.config), "completion": texts[b], "sample": b % samples}
                 | ({"score": float(score_B[b])} if scored else {})
                 for b in (best_of_groups(score_B, samples) if best else range(len(texts)))
             ]

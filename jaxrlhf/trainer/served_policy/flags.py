@@ -1,4 +1,4 @@
-"""Flags of commands that load a policy into an engine, and the engine sizes that the flags set."""
+"""Flags of commands that take a policy, and the engine sizes that the flags set."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -25,9 +25,18 @@ class EngineSizes:
     dtype: str = "bfloat16"
 
 
+def add_policy_flags(command: CommandLine, name: str = "policy", *, also: str = "") -> None:
+    """Add the argument or flag that names a policy, and `--step`.
+
+    Args:
+      also: What else the argument may be.
+    """
+    command.add_argument(name, help=f"workdir of a run, Hugging Face directory, GGUF file or hub id{also}")
+    command.add_argument("--step", type=int, help="step of a run's checkpoint; default: the newest")
+
+
 def add_engine_flags(command: CommandLine, *, slots: int = 32) -> None:
     """Add the flags that set how a policy is loaded."""
-    command.add_argument("--step", type=int, help="step of the run's checkpoint; default: the newest")
     command.add_argument("--slots", type=int, default=slots, help="number of responses decoded together")
     command.add_argument(
         "--context", type=int, help="maximum tokens of prompt and response; default: 4096, or the model's if fewer"

@@ -156,8 +156,8 @@ def evaluate_tasks(
     num_fewshot: int | None,
     chat: bool,
     out: Path | None,
-) -> dict[str, Any]:
-    """Ask a policy the tasks of the harness, print their table and return the harness's results.
+) -> None:
+    """Ask a policy the tasks of the harness, and print their table.
 
     Args:
       name: Name of the policy in the results.
@@ -193,4 +193,3 @@ def evaluate_tasks(
         print(make_table(results, "groups"))
     if out is not None:
         out.write_text(json.dumps(results, indent=2, default=handle_non_serializable) + "\n")
-    return dict(results)

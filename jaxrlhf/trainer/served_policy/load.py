@@ -1,16 +1,13 @@
 """Loading of a policy into an engine for serving: from a run, an exported directory or a hub model."""
 
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.checkpoint.pretrained import load_pretrained
 from jaxrlhf.config import Pretrained, Refusal
 from jaxrlhf.data.images import ImageReader
@@ -20,15 +17,13 @@ from jaxrlhf.models import choose_execution, param_dims, read_config
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.config import read_stop_tokens
 from jaxrlhf.models.huggingface.hub import resolve
-from jaxrlhf.models.parameters import param_shapes, path_name
+from jaxrlhf.models.parameters import path_name
 from jaxrlhf.models.vision.reader import reader_of
 from jaxrlhf.models.vision.rows import Pixels, no_pixels
 from jaxrlhf.sharding.mesh import GENERATION_AXES, SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
-from jaxrlhf.trainer.lora_export import SUFFIX, AdaptedRun, placed
-from jaxrlhf.trainer.policy import chosen_step
+from jaxrlhf.trainer.saved_policy import find_policy
 from jaxrlhf.trainer.served_policy.flags import EngineSizes
-from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
 
 
 @dataclass(frozen=True)
@@ -45,37 +40,27 @@ def load_policy(policy: str, sizes: EngineSizes, *, step: int | None = None, vis
     """Load a policy onto all devices of this process.
 
     Args:
-      policy: Workdir of a run, directory of a Hugging Face checkpoint, or hub id.
+      policy: Policy as in `find_policy`.
       step: Step of a run's checkpoint; None is the newest.
       vision: True loads the vision tower too; the policy must have one.
 
     Raises:
       Refusal: There is no such policy, or it does not fit the devices.
     """
-    run = Path(policy).expanduser()
-    from_run = (run / MODEL).is_dir()
-    if step is not None and not from_run:
-        raise Refusal(f"--step {step} requires the workdir of a run, but {policy} is none; omit --step")
-    if not from_run and (run / CHECKPOINTS).is_dir():
-        raise Refusal(
-            f"{run} trained a user-defined module (Nnx), which cannot be loaded without its code; choose another run"
-        )
-    described = str(run / MODEL) if from_run else policy
+    saved = find_policy(policy, step)
+    described = saved.description
     config, tokenizer = read_config(described, vision=vision), load_tokenizer(str(resolve(described)))
     tower = config.vision
     images = None if tower is None else reader_of(tower, tokenizer, Pretrained(described, vision=True))
     mesh = mesh_of({"data": _replicas(sizes.tensor), "tensor": sizes.tensor}, jax.devices())
-    layout, dtype, version = shardings(mesh, param_dims(config, "lm"), GENERATE), jnp.dtype(sizes.dtype), 0
-    if from_run:
-        with closing(Checkpoints(run / CHECKPOINTS, read_only=True)) as checkpoints:
-            version = chosen_step(checkpoints, step)
-            arrays = _trained(run, checkpoints, version, config)
-            params = _laid_out(arrays, config, layout, dtype)
-    else:
+    layout, dtype = shardings(mesh, param_dims(config, "lm"), GENERATE), jnp.dtype(sizes.dtype)
+    if saved.run is None:
         params = load_pretrained(policy, config, "lm", layout, dtype=dtype)
+    else:
+        params = _laid_out(saved.weights(config), layout, dtype)
     stops = tuple(dict.fromkeys((tokenizer.eos_token_id, *read_stop_tokens(described))))
     engine = _engine(config, mesh, sizes, stops, tokenizer, no_pixels if images is None else images.patches)
-    engine.load(params, version, donated=jax.tree.map(lambda _: True, params))
+    engine.load(params, saved.step, donated=jax.tree.map(lambda _: True, params))
     return LoadedPolicy(engine, tokenizer, stops, images)
 
 
@@ -118,20 +103,8 @@ def _engine(
     )
 
 
-def _trained(run: Path, checkpoints: Checkpoints, step: int, config: ModelConfig) -> Iterator[tuple[str, jax.Array]]:
-    """Yield each weight of a run's policy, with adapters merged, and its path."""
-    held = checkpoints.holds(step)
-    if f"actor{SUFFIX}" in held:
-        adapted = AdaptedRun.of(run, "actor", checkpoints.state(step))
-        return adapted.merged(adapted.adapters(checkpoints, step, "actor", config, "lm"), config, "lm")
-    if "actor" not in held:
-        raise Refusal(f"{run} trained no policy, and only policies can be served; choose another run")
-    return checkpoints.read_each(step, "actor", placed(param_shapes(config, "lm", jnp.float32)))
-
-
-def _laid_out(arrays: Iterator[tuple[str, jax.Array]], config: ModelConfig, layout: Any, dtype: Any) -> Any:
+def _laid_out(arrays: Iterator[tuple[str, jax.Array]], layout: Any, dtype: Any) -> Any:
     """Place the weights on devices in a layout, with one weight at a time on the host; return their tree."""
     places = {path_name(path): sharding for path, sharding in jax.tree.leaves_with_path(layout)}
     there = {name: jax.device_put(array.astype(dtype), places[name]) for name, array in arrays}
-    shapes = param_shapes(config, "lm", dtype)
-    return jax.tree.map_with_path(lambda path, _: there[path_name(path)], shapes)
+    return jax.tree.map_with_path(lambda path, _: there[path_name(path)], layout)
