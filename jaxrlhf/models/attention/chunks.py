@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +18,16 @@ from jaxtyping import Bool, Float, Int
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.interleaved import entries_before
 from jaxrlhf.models.attention.kv_cache import Prefix
-from jaxrlhf.models.attention.linear_attention import LayerState
+from jaxrlhf.models.attention.linear_attention import LayerState, MixerWeights, Projected, mix_rows
+from jaxrlhf.models.attention.mask import ALL_KEPT, Expansion
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bias
 from jaxrlhf.models.attention.softmax_parts import Parts, joined, of_devices, sinks_part
+from jaxrlhf.models.config import LinearAttention
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
-
-Expansion = tuple[Any, Callable[[Any, Array, Array], tuple[Array, Array]]]
-"""Matrix that makes keys and values of all heads from latents (or None), and a function `(matrix, kept keys, kept
-values) -> (keys, values)`."""
 
 
 class Chunk(NamedTuple):
-    """Chunk of prompts in one layer.
+    """Causal mask of a chunk of prompts in one layer: a token sees the chunk and the cache before it.
 
     Attributes:
       prefix: Keys and values of all layers of the layer's kind, filled up to `start`.
@@ -43,16 +41,34 @@ class Chunk(NamedTuple):
     start: Array
     length_P: Array | None = None
 
-    def real(self, tokens: int) -> Array:
-        """Return the mask `[P, C]` of the chunk: true for tokens of the prompts, false for padding."""
-        assert self.length_P is not None, "layers with states require prompt lengths"
-        return self.start + jnp.arange(tokens)[None] < self.length_P[:, None]
+    def attend(
+        self,
+        query_PCNH: Array,
+        key_PCKH: Array,
+        value_PCKU: Array,
+        score_mod: ScoreMod = PLAIN,
+        *,
+        expansion: Expansion = ALL_KEPT,
+        execution: Execution = ONE_DEVICE,
+    ) -> Array:
+        """Compute attention of the chunk to itself and to the cache before it."""
+        arrays, tokens = (query_PCNH, key_PCKH, value_PCKU), query_PCNH.shape[1]
+        if execution.cache_ways > 1:
+            return attend_shared_chunk(*arrays, self, score_mod, expansion=expansion, execution=execution)
+        matrix, expand = expansion
+        return attend_chunk(*arrays, lambda at: expand(matrix, *self.before(at, tokens=tokens)), self.start, score_mod)
 
-    def state(self) -> LayerState:
-        """Return the layer's states before the chunk."""
+    def mix_states(
+        self, linear: LinearAttention, projected: Projected, weights: MixerWeights
+    ) -> tuple[Array, LayerState | None]:
+        """Continue linear attention from the layer's states before the chunk, up to the end of each prompt."""
         assert self.prefix.state is not None, "layers with states require a prefix with states"
-        state = self.prefix.state
-        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, self.layer, keepdims=False), state).turned()
+        assert self.length_P is not None, "layers with states require prompt lengths"
+        tokens = projected.input_RWKY.shape[1]
+        real_PC = self.start + jnp.arange(tokens)[None] < self.length_P[:, None]
+        before = partial(lax.dynamic_index_in_dim, index=self.layer, keepdims=False)
+        state = jax.tree.map(before, self.prefix.state).turned()
+        return mix_rows(linear, projected, weights, jnp.ones(real_PC.shape, jnp.int32), real_PC, state)
 
     def before(self, start: Array, *, tokens: int) -> tuple[Array, Array]:
         """Return keys and values of `tokens` entries from `start` on."""
