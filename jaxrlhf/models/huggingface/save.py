@@ -127,7 +127,7 @@ def named_tensors(
             yield published_name(config, name), block
             continue
         tensor, left = incomplete.get(name) or (np.empty(tensors[name].shape, block.dtype), tensors[name].size)
-        there = tensor[part.start : part.start + len(block)] if part.place is None else part.place(tensor)
+        there = part.place(tensor)
         there[...] = block.reshape(there.shape)
         incomplete[name] = tensor, left - block.size
         if left == block.size:
@@ -138,14 +138,14 @@ class _TensorPart(NamedTuple):
     """Part of a tensor that one parameter fills, on the host.
 
     Attributes:
-      start: First row of the part in the tensor.
-      place: Function from the tensor to a view of the part, if the part is not whole rows; else None.
+      start: First row of the part in the tensor; None if the part is not whole rows.
+      place: Function from the tensor to a view of the part.
     """
 
     name: str
     block: np.ndarray
-    start: int
-    place: Callable[[np.ndarray], np.ndarray] | None
+    start: int | None
+    place: Callable[[np.ndarray], np.ndarray]
 
 
 def _fetched(
@@ -159,11 +159,11 @@ def _fetched(
     stored = stored_tensors(config, head)
     for path, array in arrays:
         lies, param = stored[path], declared[path]
-        shape = param.unpadded[len(lies.stacked(param.shape)) :]
-        place = None if lies.inside is None else partial(lies.place, shape=shape)
-        for at in np.ndindex(lies.stacked(param.shape)):
+        stacked = lies.stacked(param.shape)
+        place = partial(lies.place, shape=param.unpadded[len(stacked) :])
+        for at in np.ndindex(stacked):
             block = _fetch(array, lies, param, at, tensors[lies.named(at)].dtype)
-            yield _TensorPart(lies.named(at), block, lies.start, place)
+            yield _TensorPart(lies.named(at), block, lies.first_row, place)
 
 
 def read_dtypes(path: str | Path, *, vision: bool = False) -> dict[str, str]:

@@ -113,16 +113,16 @@ def _mixing(linear: LinearAttention) -> dict[str, StoredTensor]:
     values, keys = linear.value_heads * linear.value_dim, linear.groups * linear.key_dim
     rows, channels = 2 * values + 2 * keys + linear.value_heads, values + 2 * keys
     table = {
-        "linear_gate": StoredTensor(_IN, "DKGU", "KGU D", 0, rows),
-        "linear_value": StoredTensor(_IN, "DKGU", "KGU D", values, rows),
-        "linear_key": StoredTensor(_IN, "DKX", "KX D", 2 * values, rows),
-        "linear_query": StoredTensor(_IN, "DKX", "KX D", 2 * values + keys, rows),
-        "linear_decay": StoredTensor(_IN, "DKG", "KG D", 2 * values + 2 * keys, rows),
+        "linear_gate": StoredTensor(_IN, "DKGU", "KGU D", inside=("KGU", 0, rows)),
+        "linear_value": StoredTensor(_IN, "DKGU", "KGU D", inside=("KGU", values, rows)),
+        "linear_key": StoredTensor(_IN, "DKX", "KX D", inside=("KX", 2 * values, rows)),
+        "linear_query": StoredTensor(_IN, "DKX", "KX D", inside=("KX", 2 * values + keys, rows)),
+        "linear_decay": StoredTensor(_IN, "DKG", "KG D", inside=("KG", 2 * values + 2 * keys, rows)),
     }
     for name, letters, start in (("value", "KGU", 0), ("key", "KX", values), ("query", "KX", values + keys)):
-        kernel, bias = _CONVOLUTION + "weight", _CONVOLUTION + "bias"
-        table[f"convolved_{name}"] = StoredTensor(kernel, f"{letters}T", f"{letters} 1 T", start, channels)
-        table[f"convolved_{name}_bias"] = StoredTensor(bias, letters, letters, start, channels)
+        kernel, bias, inside = _CONVOLUTION + "weight", _CONVOLUTION + "bias", (letters, start, channels)
+        table[f"convolved_{name}"] = StoredTensor(kernel, f"{letters}T", f"{letters} 1 T", inside=inside)
+        table[f"convolved_{name}_bias"] = StoredTensor(bias, letters, letters, inside=inside)
     return {f"layers.attention.{name}": each for name, each in table.items()} | in_layers(
         attention__decay_rate=("mamba.A_log", "V", "V"),
         attention__decay_bias=("mamba.dt_bias", "V", "V"),

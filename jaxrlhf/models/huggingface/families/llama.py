@@ -104,9 +104,9 @@ def _phi3_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
         DECODER
         | gate_and_up(config.intermediate_size)
         | {
-            "layers.attention.query": StoredTensor(qkv, "DNH", "NH D", 0, rows),
-            "layers.attention.key": StoredTensor(qkv, "DKH", "KH D", heads, rows),
-            "layers.attention.value": StoredTensor(qkv, "DKH", "KH D", heads + kv_heads, rows),
+            "layers.attention.query": StoredTensor(qkv, "DNH", "NH D", inside=("NH", 0, rows)),
+            "layers.attention.key": StoredTensor(qkv, "DKH", "KH D", inside=("KH", heads, rows)),
+            "layers.attention.value": StoredTensor(qkv, "DKH", "KH D", inside=("KH", heads + kv_heads, rows)),
         }
     )
 

@@ -57,8 +57,8 @@ def _write_mistral4(config: ModelConfig) -> dict[str, Any]:
 
 def _mistral4_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     assert config.experts is not None
-    inner, layer = config.experts.intermediate_size, config.dense_layers
-    return latent_tensors(config) | fused_experts(LAYER + "mlp.experts.", inner, layer=layer)
+    inner, later = config.experts.intermediate_size, tuple(range(config.dense_layers, config.num_layers))
+    return latent_tensors(config) | fused_experts(LAYER + "mlp.experts.", inner, layers=later)
 
 
 MISTRAL4 = Family("mistral4", "Mistral4", _mistral4_tensors, _read_mistral4, _write_mistral4)

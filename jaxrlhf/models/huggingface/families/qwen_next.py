@@ -110,9 +110,9 @@ def _by_kind(
             attention__mixed_norm=("linear_attn.norm.weight", "U", "U"),
             attention__output=("linear_attn.out_proj.weight", "VUD", "D VU"),
         ),
-        "layers.attention.convolved_query": StoredTensor(conv, "KXT", "KX 1 T", 0, rows),
-        "layers.attention.convolved_key": StoredTensor(conv, "KXT", "KX 1 T", keys, rows),
-        "layers.attention.convolved_value": StoredTensor(conv, "KGUT", "KGU 1 T", 2 * keys, rows),
+        "layers.attention.convolved_query": StoredTensor(conv, "KXT", "KX 1 T", inside=("KX", 0, rows)),
+        "layers.attention.convolved_key": StoredTensor(conv, "KXT", "KX 1 T", inside=("KX", keys, rows)),
+        "layers.attention.convolved_value": StoredTensor(conv, "KGUT", "KGU 1 T", inside=("KGU", 2 * keys, rows)),
     }
     return of_both_kinds(config, mlp | QK_NORM, mixing)
 
@@ -154,9 +154,9 @@ def _projections(config: ModelConfig) -> dict[str, StoredTensor]:
     keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
     name, rows = _LINEAR + "in_proj_qkv.weight", 2 * keys + values
     return {
-        "layers.attention.linear_query": StoredTensor(name, "DKX", "KX D", 0, rows),
-        "layers.attention.linear_key": StoredTensor(name, "DKX", "KX D", keys, rows),
-        "layers.attention.linear_value": StoredTensor(name, "DKGU", "KGU D", 2 * keys, rows),
+        "layers.attention.linear_query": StoredTensor(name, "DKX", "KX D", inside=("KX", 0, rows)),
+        "layers.attention.linear_key": StoredTensor(name, "DKX", "KX D", inside=("KX", keys, rows)),
+        "layers.attention.linear_value": StoredTensor(name, "DKGU", "KGU D", inside=("KGU", 2 * keys, rows)),
         **in_layers(
             attention__linear_gate=("linear_attn.in_proj_z.weight", "DKGU", "KGU D"),
             attention__linear_rate=("linear_attn.in_proj_b.weight", "DKG", "KG D"),

@@ -87,12 +87,9 @@ def in_tower(prefix: str, **tensors: tuple[str, str, str]) -> dict[str, StoredTe
 
 def joined_heads(name: str, width: int) -> dict[str, StoredTensor]:
     """Return a table of queries, keys and values that one tensor stacks along its rows, with a bias."""
-    names = ("query", "key", "value")
-    tensors = {
-        f"layers.attention.{part}": StoredTensor(f"{TOWER}{name}.weight", "DNH", "NH D", place * width, 3 * width)
-        for place, part in enumerate(names)
-    }
-    return tensors | {
-        f"layers.attention.{part}_bias": StoredTensor(f"{TOWER}{name}.bias", "NH", "NH", place * width, 3 * width)
-        for place, part in enumerate(names)
-    }
+    tensors, weight, bias = {}, f"{TOWER}{name}.weight", f"{TOWER}{name}.bias"
+    for place, part in enumerate(("query", "key", "value")):
+        rows = "NH", place * width, 3 * width
+        tensors[f"layers.attention.{part}"] = StoredTensor(weight, "DNH", "NH D", inside=rows)
+        tensors[f"layers.attention.{part}_bias"] = StoredTensor(bias, "NH", "NH", inside=rows)
+    return tensors
