@@ -1,4 +1,4 @@
-"""Attention in blocks and tiles against a loop over queries, and against all pairs at once."""
+"""Attention in blocks and tiles against all pairs at once."""
 
 import functools
 from dataclasses import replace
@@ -14,33 +14,12 @@ from jaxrlhf.models.attention.chunks import attend_chunk
 from jaxrlhf.models.attention.score_mod import ScoreMod
 
 
-def by_query(query_RWNH, key_RWKH, value_RWKH, segment_RW):
-    """Every query by itself, in float64."""
-    rows, width, heads, head_dim = query_RWNH.shape
-    group = heads // key_RWKH.shape[2]
-    out = np.zeros(query_RWNH.shape)
-    for row, at, head in np.ndindex(rows, width, heads):
-        seen = [s for s in range(at + 1) if segment_RW[row, s] == segment_RW[row, at]]
-        logit = key_RWKH[row, seen, head // group] @ query_RWNH[row, at, head] / np.sqrt(head_dim)
-        weight = np.exp(logit - logit.max())
-        out[row, at, head] = weight @ value_RWKH[row, seen, head // group] / weight.sum()
-    return out
-
-
 def random_rows(width):
     draw = np.random.default_rng(width)
     query, key, value = (draw.normal(size=(2, width, heads, 4)) for heads in (4, 2, 2))
     segment = np.sort(draw.integers(1, 4, size=(2, width)), axis=1)
     segment[1, -width // 3 :] = 0  # padding
     return query, key, value, segment
-
-
-@pytest.mark.parametrize("width", [5, 65])
-def test_blocks_compute_what_single_queries_do(width):
-    rows = random_rows(width)
-    arrays = [jnp.asarray(array, jnp.float32) for array in rows[:3]]
-    blocks = jax.jit(attention_xla.attend_blocks)(*arrays, jnp.asarray(rows[3]))
-    np.testing.assert_allclose(blocks, by_query(*rows), rtol=1e-5, atol=1e-5)
 
 
 def as_one_chunk(query, key, value, segment):
@@ -89,6 +68,7 @@ def as_written(query_RWNH, key_RWKH, value_RWKU, segment_RW, score_mod, image_RW
 
 IMAGES_RW = jnp.asarray(np.stack([IMAGES, np.roll(IMAGES, 7)]), jnp.int32)
 SCORES = {
+    "plain": [ScoreMod()],
     "capped": [ScoreMod(divisor=3.0, soft_cap=1.5)],
     "window": [ScoreMod(window=20)],
     "flag": [ScoreMod(window=40, slides=jnp.asarray(slides), sink_N=SINKS) for slides in (True, False)],

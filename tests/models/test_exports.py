@@ -92,7 +92,9 @@ def test_every_tensor_is_in_one_file_and_the_index_says_in_which(exported):
     assert {name: about[1:] for name, about in ours.items()} == {name: about[1:] for name, about in theirs.items()}
     index = json.loads((export / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == {name: file for name, (file, _, _) in ours.items()}
-    assert len(set(index["weight_map"].values())) > 1
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)] and files[1:]
+    assert not list(export.glob("*.unfinished"))
     assert index["metadata"]["total_size"] == sum(4 * np.prod(shape) for _, _, shape in ours.values())
 
 
