@@ -4,9 +4,11 @@ from typing import Any
 
 from jaxrlhf.models.config import ClampedGate, ModelConfig
 from jaxrlhf.models.huggingface.families.family import LAYER, QKV_BIAS, WITHOUT_MLP, Family, StoredTensor, in_layers
-from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.llama import read_local_experts, write_local_experts
+from jaxrlhf.models.huggingface.families.fields import Fields, Link, written
+from jaxrlhf.models.huggingface.families.llama import LOCAL_EXPERTS, read_local_experts
 from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
+
+_GATE = Link("swiglu_alpha", "alpha", 1.702, float), Link("swiglu_limit", "limit", 7.0, float)
 
 
 def _read(given: Fields) -> dict[str, Any]:
@@ -20,7 +22,7 @@ def _read(given: Fields) -> dict[str, Any]:
             "neither rope_parameters nor rope_scaling",
             "transformers then scales positions of gpt_oss by YaRN; set rope_type to 'yarn' or 'default'",
         )
-    gate = ClampedGate(float(given.take("swiglu_alpha", 1.702)), float(given.take("swiglu_limit", 7.0)))
+    gate = ClampedGate(**given.linked(_GATE))
     return {
         "experts": read_local_experts(given, count=128, per_token=4, biases=True, activation=gate),
         "qkv_bias": True,
@@ -32,15 +34,13 @@ def _read(given: Fields) -> dict[str, Any]:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    experts = config.experts
-    assert experts is not None and isinstance(experts.activation, ClampedGate)
+    assert config.experts is not None
     return {
         "attention_bias": True,
         "sliding_window": config.sliding_window,
         "layer_types": write_layer_types(config.sliding_layers),
-        **write_local_experts(config),
-        "swiglu_alpha": experts.activation.alpha,
-        "swiglu_limit": experts.activation.limit,
+        **written(config.experts, LOCAL_EXPERTS),
+        **written(config.experts.activation, _GATE),
     }
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxrlhf.models.config import Experts, LongRope, ModelConfig
 from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Family, StoredTensor, gate_and_up, mixture
-from jaxrlhf.models.huggingface.families.fields import Fields
+from jaxrlhf.models.huggingface.families.fields import Fields, Link, written
 
 
 def _read_llama(given: Fields) -> dict[str, Any]:
@@ -35,27 +35,18 @@ MISTRAL = Family(
 """Mistral: every layer has a window, unless the file says null."""
 
 
+LOCAL_EXPERTS = (
+    Link("num_local_experts", "count"),
+    Link("num_experts_per_tok", "per_token"),
+    Link("intermediate_size", "intermediate_size"),
+    Link("router_aux_loss_coef", "loss_coefficient", 0.001, float),
+)
+"""Fields of routed experts, by Mixtral's names."""
+
+
 def read_local_experts(given: Fields, *, count: int, per_token: int, **others: Any) -> Experts:
     """Read routed experts by Mixtral's field names; `count` and `per_token` are defaults."""
-    return Experts(
-        count=given.take("num_local_experts", count),
-        per_token=given.take("num_experts_per_tok", per_token),
-        intermediate_size=given.need("intermediate_size"),
-        loss_coefficient=float(given.take("router_aux_loss_coef", 0.001)),
-        **others,
-    )
-
-
-def write_local_experts(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields that `read_local_experts` reads."""
-    experts = config.experts
-    assert experts is not None
-    return {
-        "intermediate_size": experts.intermediate_size,
-        "num_local_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "router_aux_loss_coef": experts.loss_coefficient,
-    }
+    return Experts(**given.linked(LOCAL_EXPERTS, num_local_experts=count, num_experts_per_tok=per_token), **others)
 
 
 def _read_mixtral(given: Fields) -> dict[str, Any]:
@@ -67,7 +58,8 @@ def _read_mixtral(given: Fields) -> dict[str, Any]:
 
 
 def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
-    return write_local_experts(config) | {"router_jitter_noise": 0.0, "sliding_window": config.sliding_window}
+    fields = {"router_jitter_noise": 0.0, "sliding_window": config.sliding_window}
+    return written(config.experts, LOCAL_EXPERTS) | fields
 
 
 MIXTRAL_TENSORS = mixture("block_sparse_moe", gate="w1", up="w3", down="w2")

@@ -4,8 +4,8 @@ from typing import Any
 
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.families.family import NORMS_ACROSS_HEADS, Family, in_layers
-from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.llama import MIXTRAL_TENSORS, read_local_experts, write_local_experts
+from jaxrlhf.models.huggingface.families.fields import Fields, written
+from jaxrlhf.models.huggingface.families.llama import LOCAL_EXPERTS, MIXTRAL_TENSORS, read_local_experts
 
 
 def _read(given: Fields) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def _read(given: Fields) -> dict[str, Any]:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    return write_local_experts(config) | {"rotary_dim": config.rotary_dim}
+    return written(config.experts, LOCAL_EXPERTS) | {"rotary_dim": config.rotary_dim}
 
 
 _TENSORS = (

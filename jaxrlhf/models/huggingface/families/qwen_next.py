@@ -13,14 +13,22 @@ from jaxrlhf.models.huggingface.families.family import (
     mixture,
     of_both_kinds,
 )
-from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.qwen import write_experts
+from jaxrlhf.models.huggingface.families.fields import Fields, Link, written
+from jaxrlhf.models.huggingface.families.qwen import EXPERTS
 from jaxrlhf.models.huggingface.families.rope_fields import OF_IMAGES, read_rope, rope_dictionary
 from jaxrlhf.models.huggingface.families.windows import LINEAR, read_layer_types, write_layer_types
 
 _LINEAR = LAYER + "linear_attn."
 _ROTATED = 0.25
 """Default part of each head that is rotated."""
+_ATTENTION = (
+    Link("linear_num_key_heads", "key_heads", 16),
+    Link("linear_num_value_heads", "value_heads", 32),
+    Link("linear_key_head_dim", "key_dim", 128),
+    Link("linear_value_head_dim", "value_dim", 128),
+    Link("linear_conv_kernel_dim", "kernel", 4),
+)
+_EXPERTS = (*EXPERTS, Link("shared_expert_intermediate_size", "shared_intermediate_size"))
 
 
 def _read(given: Fields) -> dict[str, Any]:
@@ -31,19 +39,12 @@ def _read(given: Fields) -> dict[str, Any]:
     given.default(head_dim=256, hidden_act="silu")
     given.only("hidden_act", "silu")
     interval = given.take("full_attention_interval") or 4
-    linear = LinearAttention(
-        key_heads=given.take("linear_num_key_heads", 16),
-        value_heads=given.take("linear_num_value_heads", 32),
-        key_dim=given.take("linear_key_head_dim", 128),
-        value_dim=given.take("linear_value_head_dim", 128),
-        kernel=given.take("linear_conv_kernel_dim", 4),
-    )
     given.default(partial_rotary_factor=_ROTATED)
     return {
         "qk_norm": True,
         "unit_offset": True,
         "attention_gate": True,
-        "linear": linear,
+        "linear": LinearAttention(**given.linked(_ATTENTION)),
         "linear_layers": read_layer_types(given, every=interval, kinds=LINEAR),
         **read_rope(given, unread=OF_IMAGES),
     }
@@ -52,42 +53,24 @@ def _read(given: Fields) -> dict[str, Any]:
 def _read_experts(given: Fields) -> dict[str, Any]:
     given.only("decoder_sparse_step", 1)
     given.only("mlp_only_layers", [])
-    inner = given.need("moe_intermediate_size")
-    given.default(intermediate_size=inner)
-    experts = Experts(
-        count=given.need("num_experts"),
-        per_token=given.need("num_experts_per_tok"),
-        intermediate_size=inner,
-        shared_intermediate_size=given.need("shared_expert_intermediate_size"),
-        shared_gate=True,
-        normalised=bool(given.take("norm_topk_prob", True)),
-        loss_coefficient=float(given.take("router_aux_loss_coef", 0.001)),
-    )
-    return {**_read(given), "experts": experts}
+    given.default(intermediate_size=given.need("moe_intermediate_size"))
+    experts = given.linked(_EXPERTS)
+    return {**_read(given), "experts": Experts(**experts, shared_gate=True)}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    linear = config.linear
-    assert linear is not None
     rope = rope_dictionary(config.rope_theta, config.rope_scaling)
     return {
         "attention_bias": False,
         "layer_types": write_layer_types(config.linear_layers, LINEAR),
-        "linear_num_key_heads": linear.key_heads,
-        "linear_num_value_heads": linear.value_heads,
-        "linear_key_head_dim": linear.key_dim,
-        "linear_value_head_dim": linear.value_dim,
-        "linear_conv_kernel_dim": linear.kernel,
+        **written(config.linear, _ATTENTION),
         "rope_parameters": rope | {"partial_rotary_factor": config.partial_rotary_factor},
         "rope_scaling": None,
     }
 
 
 def _write_experts(config: ModelConfig) -> dict[str, Any]:
-    experts = config.experts
-    assert experts is not None
-    shared = {"shared_expert_intermediate_size": experts.shared_intermediate_size}
-    return _write(config) | write_experts(experts) | shared
+    return _write(config) | written(config.experts, _EXPERTS)
 
 
 def _by_kind(
