@@ -13,7 +13,7 @@ from jaxrlhf.models.attention import linear_attention
 from jaxrlhf.models.attention.head_exchange import HeadExchange
 from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix
 from jaxrlhf.models.attention.linear_attention import LayerState, Projected
-from jaxrlhf.models.attention.mask import AttentionMask
+from jaxrlhf.models.attention.mask import AttentionMask, Heads
 from jaxrlhf.models.attention.mla import attend_latents, expanded, latents
 from jaxrlhf.models.attention.pages import LayerPages
 from jaxrlhf.models.attention.score_mod import ScoreMod
@@ -74,8 +74,8 @@ def layer_rows(
         else:
             keys, values = all_heads(matrix_CNU, exchange.gathered(key_RWKH), exchange.gathered(value_RWKH))
             exchanged = exchange.made(keys), exchange.made(values)
-        arrays = exchange.queries(query_RWNH), *exchanged, exchange.score_mod(score_mod)
-        mixed_RWNH = mask.attend(*arrays, expansion=(matrix_CNU, all_heads), execution=exchange.inside)
+        heads = Heads(exchange.queries(query_RWNH), *exchanged, (matrix_CNU, all_heads))
+        mixed_RWNH = mask.attend(heads, exchange.score_mod(score_mod), exchange.inside)
         return _gated(exchange.back(mixed_RWNH), gate_RWNH), made
 
     return _block(layer, config, hidden_RWD, mix, execution, router, input_RWP)

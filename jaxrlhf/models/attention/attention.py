@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention_xla import attend_blocks
-from jaxrlhf.models.attention.linear_attention import LayerState, MixerWeights, Projected, mix_rows
-from jaxrlhf.models.attention.mask import ALL_KEPT, Expansion
+from jaxrlhf.models.attention.linear_attention import MixerWeights, Projected, mix_rows
+from jaxrlhf.models.attention.mask import Heads, Mixed
 from jaxrlhf.models.attention.rings import seen_in_ring
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bias
 from jaxrlhf.models.attention.softmax_parts import Parts, joined, of_devices, part_of, seen_of_device, sinks_part
@@ -38,23 +38,11 @@ class Segments(NamedTuple):
     segment_RW: Array
     image_RW: Array | None = None
 
-    def attend(
-        self,
-        query_RWNH: Array,
-        key_RWKH: Array,
-        value_RWKU: Array,
-        score_mod: ScoreMod = PLAIN,
-        *,
-        expansion: Expansion = ALL_KEPT,
-        execution: Execution = ONE_DEVICE,
-    ) -> Array:
+    def attend(self, heads: Heads, score_mod: ScoreMod = PLAIN, execution: Execution = ONE_DEVICE) -> Array:
         """Compute attention inside each segment; see `attend`."""
-        arrays = query_RWNH, key_RWKH, value_RWKU, self.segment_RW
-        return attend(*arrays, score_mod, image_RW=self.image_RW, execution=execution)
+        return attend(*heads[:3], self.segment_RW, score_mod, image_RW=self.image_RW, execution=execution)
 
-    def mix_states(
-        self, linear: LinearAttention, projected: Projected, weights: MixerWeights
-    ) -> tuple[Array, LayerState | None]:
+    def mix_states(self, linear: LinearAttention, projected: Projected, weights: MixerWeights) -> Mixed:
         """Compute linear attention inside each segment, and the states after each row's last token."""
         assert self.image_RW is None, "layers with states support only causal attention"
         return mix_rows(linear, projected, weights, self.segment_RW, self.segment_RW > 0)

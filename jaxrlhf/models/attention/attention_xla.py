@@ -24,8 +24,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.attention.linear_attention import LayerState, MixerWeights, Projected
-from jaxrlhf.models.attention.mask import ALL_KEPT, Expansion
+from jaxrlhf.models.attention.linear_attention import MixerWeights, Projected
+from jaxrlhf.models.attention.mask import Heads, Mixed
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bias, pad_positions
 from jaxrlhf.models.config import LinearAttention
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
@@ -93,29 +93,19 @@ class SharedTokens(NamedTuple):
     own_RW: Array
     position_RW: Array
 
-    def attend(
-        self,
-        query_RWNH: Array,
-        key_RWKH: Array,
-        value_RWKU: Array,
-        score_mod: ScoreMod = PLAIN,
-        *,
-        expansion: Expansion = ALL_KEPT,
-        execution: Execution = ONE_DEVICE,
-    ) -> Array:
+    def attend(self, heads: Heads, score_mod: ScoreMod = PLAIN, execution: Execution = ONE_DEVICE) -> Array:
         """Compute attention in the packed rows, where a shared prompt attends only once.
 
         A tile of scores is computed if one of its queries may see one of its keys.
         """
-        rows, width, heads, head_dim = query_RWNH.shape
+        query_RWNH, key_RWKH, value_RWKU, _ = heads
+        rows, width, count, head_dim = query_RWNH.shape
         query_RWKGH = score_mod.divided(query_RWNH).reshape(rows, width, key_RWKH.shape[2], -1, head_dim)
         places = _Places(self.group_RW, place_RS=self.position_RW, own_RS=self.own_RW)
         mixed_RWKGU = _attend_tiles(query_RWKGH, key_RWKH, value_RWKU, places, score_mod, tile=SHARED_TILE)
-        return mixed_RWKGU.reshape(rows, width, heads, -1)
+        return mixed_RWKGU.reshape(rows, width, count, -1)
 
-    def mix_states(
-        self, linear: LinearAttention, projected: Projected, weights: MixerWeights
-    ) -> tuple[Array, LayerState | None]:
+    def mix_states(self, linear: LinearAttention, projected: Projected, weights: MixerWeights) -> Mixed:
         """Raise `AssertionError`: a state reads each sequence whole."""
         raise AssertionError("layers with states support only whole sequences; pass a SharedPrefix")
 

@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float, Int
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.interleaved import entries_before
 from jaxrlhf.models.attention.kv_cache import Prefix
-from jaxrlhf.models.attention.linear_attention import LayerState, MixerWeights, Projected, mix_rows
-from jaxrlhf.models.attention.mask import ALL_KEPT, Expansion
+from jaxrlhf.models.attention.linear_attention import MixerWeights, Projected, mix_rows
+from jaxrlhf.models.attention.mask import Heads, Mixed
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bias
 from jaxrlhf.models.attention.softmax_parts import Parts, joined, of_devices, sinks_part
 from jaxrlhf.models.config import LinearAttention
@@ -41,26 +41,15 @@ class Chunk(NamedTuple):
     start: Array
     length_P: Array | None = None
 
-    def attend(
-        self,
-        query_PCNH: Array,
-        key_PCKH: Array,
-        value_PCKU: Array,
-        score_mod: ScoreMod = PLAIN,
-        *,
-        expansion: Expansion = ALL_KEPT,
-        execution: Execution = ONE_DEVICE,
-    ) -> Array:
+    def attend(self, heads: Heads, score_mod: ScoreMod = PLAIN, execution: Execution = ONE_DEVICE) -> Array:
         """Compute attention of the chunk to itself and to the cache before it."""
-        arrays, tokens = (query_PCNH, key_PCKH, value_PCKU), query_PCNH.shape[1]
         if execution.cache_ways > 1:
-            return attend_shared_chunk(*arrays, self, score_mod, expansion=expansion, execution=execution)
-        matrix, expand = expansion
+            return attend_shared_chunk(heads, self, score_mod, execution=execution)
+        *arrays, (matrix, expand) = heads
+        tokens = heads.query_RWNH.shape[1]
         return attend_chunk(*arrays, lambda at: expand(matrix, *self.before(at, tokens=tokens)), self.start, score_mod)
 
-    def mix_states(
-        self, linear: LinearAttention, projected: Projected, weights: MixerWeights
-    ) -> tuple[Array, LayerState | None]:
+    def mix_states(self, linear: LinearAttention, projected: Projected, weights: MixerWeights) -> Mixed:
         """Continue linear attention from the layer's states before the chunk, up to the end of each prompt."""
         assert self.prefix.state is not None, "layers with states require a prefix with states"
         assert self.length_P is not None, "layers with states require prompt lengths"
@@ -169,24 +158,12 @@ def attend_chunk(
 
 
 def attend_shared_chunk(
-    query_PCNH: Float[Array, "P C N H"],
-    key_PCKH: Float[Array, "P C K H"],
-    value_PCKU: Float[Array, "P C K U"],
-    chunk: Chunk,
-    scores: ScoreMod = PLAIN,
-    *,
-    expansion: Expansion,
-    execution: Execution,
+    heads: Heads, chunk: Chunk, scores: ScoreMod = PLAIN, *, execution: Execution
 ) -> Float[Array, "P C N U"]:
-    """Compute `attend_chunk` if devices share the prefix's positions: each device attends to its own, a gather joins.
-
-    Args:
-      key_PCKH, value_PCKU: Keys and values of all heads.
-      expansion: Matrix and function that make keys and values of all heads from the prefix's.
-    """
+    """Compute `attend_chunk` if devices share the prefix's positions: each attends to its own, and a gather joins."""
+    query_PCNH, key_PCKH, value_PCKU, (matrix_CNU, expand) = heads
     tokens, ways, axes = query_PCNH.shape[1], execution.cache_ways, execution.cache_axes
     kept = chunk.prefix.key_LPSKH, chunk.prefix.value_LPSKH
-    matrix_CNU, expand = expansion
 
     def run(query_PCNH, key_PCKH, value_PCKU, kept, matrix_CNU, layer, start, slides, sink_N):
         score_mod = replace(scores, slides=slides, sink_N=sink_N)
@@ -208,10 +185,20 @@ def attend_shared_chunk(
         parts = [of_devices(_part(before), axes), _part(chunk), *sinks_part(score_mod, kv_heads, queries=tokens)]
         return _by_token(joined(parts, like=chunk[0].astype(value_PCKU.dtype)), tokens)
 
-    rows, heads, whole = execution.row_axes, execution.head_axes, PartitionSpec()
-    head = PartitionSpec(rows, None, heads)
+    rows, head_axes, whole = execution.row_axes, execution.head_axes, PartitionSpec()
+    head = PartitionSpec(rows, None, head_axes)
     prefix = PartitionSpec(None, rows, axes, execution.over_heads(kept[0].shape[3]))
-    specs = head, head, head, (prefix, prefix), PartitionSpec(None, heads), whole, whole, whole, PartitionSpec(heads)
+    specs = (
+        head,
+        head,
+        head,
+        (prefix, prefix),
+        PartitionSpec(None, head_axes),
+        whole,
+        whole,
+        whole,
+        PartitionSpec(head_axes),
+    )
     arrays = query_PCNH, key_PCKH, value_PCKU, kept, matrix_CNU, chunk.layer, chunk.start, scores.slides, scores.sink_N
     return execution.on_devices(run, specs, head)(*arrays)
 

@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Float
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention import attend
 from jaxrlhf.models.attention.attention_xla import ATTENDED
-from jaxrlhf.models.attention.linear_attention import LayerState, MixerWeights, Projected, StateMixer
-from jaxrlhf.models.attention.mask import ALL_KEPT, Expansion
+from jaxrlhf.models.attention.linear_attention import MixerWeights, Projected, StateMixer
+from jaxrlhf.models.attention.mask import Heads, Mixed
 from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
 from jaxrlhf.models.config import LinearAttention
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
@@ -51,23 +50,12 @@ class SharedPrefix(NamedTuple):
 
     parts: tuple[AttentionRows, ...]
 
-    def attend(
-        self,
-        query_RWNH: Float[Array, "R W N H"],
-        key_RWKH: Float[Array, "R W K H"],
-        value_RWKU: Float[Array, "R W K U"],
-        score_mod: ScoreMod = PLAIN,
-        *,
-        expansion: Expansion = ALL_KEPT,
-        execution: Execution = ONE_DEVICE,
-    ) -> Float[Array, "R W N U"]:
+    def attend(self, heads: Heads, score_mod: ScoreMod = PLAIN, execution: Execution = ONE_DEVICE) -> Array:
         """Compute attention of each sequence; padding gets 0."""
         mixer = _Attention(replace(score_mod, slides=None, sink_N=None), execution)
-        return self.mix(mixer, (query_RWNH, key_RWKH, value_RWKU), score_mod.sink_N, score_mod.slides)
+        return self.mix(mixer, heads[:3], score_mod.sink_N, score_mod.slides)
 
-    def mix_states(
-        self, linear: LinearAttention, projected: Projected, weights: MixerWeights
-    ) -> tuple[Array, LayerState | None]:
+    def mix_states(self, linear: LinearAttention, projected: Projected, weights: MixerWeights) -> Mixed:
         """Compute linear attention of each sequence; there are no states, because rows are no sequences."""
         return self.mix(StateMixer(linear), tuple(projected), weights, None), None
 
