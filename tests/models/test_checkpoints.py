@@ -19,6 +19,9 @@ from jaxrlhf.models.huggingface.config import read_stop_tokens
 from jaxrlhf.models.huggingface.save import save_description
 from jaxrlhf.sharding.rules import shardings
 
+SHARING = "qwen2", "phi3", "deepseek-v3"
+"""Kinds without and with parameters that share a tensor, and with other first layers."""
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
@@ -71,18 +74,17 @@ def refuses(directory, *words, read=load):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "rules",
+    ("kind", "rules"),
     [
-        {"embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"},
-        {"layers": "tensor", "head_dim": "fsdp"},
-        {},
+        *((kind, {"embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}) for kind in SHARING),
+        ("qwen2", {"layers": "tensor", "head_dim": "fsdp"}),
     ],
-    ids=["fsdp-tensor", "layers-head_dim", "replicated"],
 )
-def test_every_device_gets_its_shard(source, rules):
+def test_every_device_gets_its_shard(tmp_path, kind, rules):
+    source = write(tmp_path, build(kind))
     config = models.read_config(source)
     whole = models.load_params(source, config, "lm")
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
     layout = shardings(mesh, models.param_dims(config, "lm"), rules)
     params = models.load_params(source, config, "lm", layout)
     jax.tree.map(lambda leaf, sharding: np.testing.assert_equal(leaf.sharding, sharding), params, layout)
