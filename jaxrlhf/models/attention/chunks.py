@@ -188,17 +188,8 @@ def attend_shared_chunk(
     rows, head_axes, whole = execution.row_axes, execution.head_axes, PartitionSpec()
     head = PartitionSpec(rows, None, head_axes)
     prefix = PartitionSpec(None, rows, axes, execution.over_heads(kept[0].shape[3]))
-    specs = (
-        head,
-        head,
-        head,
-        (prefix, prefix),
-        PartitionSpec(None, head_axes),
-        whole,
-        whole,
-        whole,
-        PartitionSpec(head_axes),
-    )
+    matrix, sinks = PartitionSpec(None, head_axes), PartitionSpec(head_axes)
+    specs = head, head, head, (prefix, prefix), matrix, whole, whole, whole, sinks
     arrays = query_PCNH, key_PCKH, value_PCKU, kept, matrix_CNU, chunk.layer, chunk.start, scores.slides, scores.sink_N
     return execution.on_devices(run, specs, head)(*arrays)
 

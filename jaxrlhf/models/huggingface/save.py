@@ -35,29 +35,20 @@ def save_params(
     directory: str | Path,
     *,
     dtype: Any = None,
-    tokenizer: Any = None,
     source: str | Path | None = None,
-    max_shard_bytes: int = 5_000_000_000,
+    **how: Any,
 ) -> None:
     """Write config.json and safetensors, sharded with an index if they are larger than one file.
 
     Args:
       dtype: Dtype of the tensors in the files; None is each tensor's dtype in the source, or float32 without a source.
+      how: Further arguments of `save_each`.
     """
     if dtype is None:
         dtype = jnp.float32 if source is None else read_dtypes(source, vision=config.vision is not None)
     arrays = ((path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(params))
     head: Head = "score" if "head" in params and params["head"].ndim == 1 else "lm"
-    save_each(
-        arrays,
-        config,
-        head,
-        directory,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        source=source,
-        max_shard_bytes=max_shard_bytes,
-    )
+    save_each(arrays, config, head, directory, dtype=dtype, source=source, **how)
 
 
 def save_each(

@@ -107,6 +107,17 @@ def in_layers(**tensors: tuple[str, str, str]) -> dict[str, StoredTensor]:
     }
 
 
+def gated_mlp(name: str, ours: str) -> dict[str, StoredTensor]:
+    """Return the table of a gated MLP of layers.
+
+    Args:
+      name: Prefix of its tensors in a layer.
+      ours: Prefix of its parameters' paths, with `__` for a dot.
+    """
+    parts = {"gate": ("DF", "F D"), "up": ("DF", "F D"), "down": ("FD", "D F")}
+    return in_layers(**{f"{ours}__{part}": (f"{name}.{part}_proj.weight", *dims) for part, dims in parts.items()})
+
+
 DECODER: dict[str, StoredTensor] = {
     "embed": StoredTensor("model.embed_tokens.weight", "VD", "V D"),
     "final_norm": StoredTensor("model.norm.weight", "D", "D"),
@@ -117,10 +128,8 @@ DECODER: dict[str, StoredTensor] = {
         attention__value=("self_attn.v_proj.weight", "DKH", "KH D"),
         attention__output=("self_attn.o_proj.weight", "NHD", "D NH"),
         mlp_norm=("post_attention_layernorm.weight", "D", "D"),
-        mlp__gate=("mlp.gate_proj.weight", "DF", "F D"),
-        mlp__up=("mlp.up_proj.weight", "DF", "F D"),
-        mlp__down=("mlp.down_proj.weight", "FD", "D F"),
     ),
+    **gated_mlp("mlp", "mlp"),
 }
 """Tensors of most families, by parameter path."""
 
@@ -181,11 +190,7 @@ def fused_experts(
 
 ROUTER_BIAS = in_layers(mlp__router_bias=("mlp.gate.e_score_correction_bias", "E", "E"))
 
-SHARED_EXPERTS = in_layers(
-    mlp__shared__gate=("mlp.shared_experts.gate_proj.weight", "DF", "F D"),
-    mlp__shared__up=("mlp.shared_experts.up_proj.weight", "DF", "F D"),
-    mlp__shared__down=("mlp.shared_experts.down_proj.weight", "FD", "D F"),
-)
+SHARED_EXPERTS = gated_mlp("mlp.shared_experts", "mlp__shared")
 
 
 def after_dense_layers(

@@ -7,7 +7,15 @@ from typing import Any
 import jax
 
 from jaxrlhf.models.config import LENDERS, Experts, FullHeads, LayerInputs, ModelConfig
-from jaxrlhf.models.huggingface.families.family import LAYER, QK_NORM, Family, StoredTensor, fused_experts, in_layers
+from jaxrlhf.models.huggingface.families.family import (
+    LAYER,
+    QK_NORM,
+    Family,
+    StoredTensor,
+    fused_experts,
+    gated_mlp,
+    in_layers,
+)
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.gemma import FULL_THETA, SANDWICHED, SLIDING_THETA, read_gemma, write_gemma
 from jaxrlhf.models.huggingface.families.rope_fields import read_two_ropes, write_two_ropes
@@ -136,10 +144,7 @@ def by_stack(config: ModelConfig, table: dict[str, StoredTensor]) -> dict[str, S
     return found
 
 
-_BESIDE_EXPERTS = in_layers(
-    mlp__shared__gate=("mlp.gate_proj.weight", "DF", "F D"),
-    mlp__shared__up=("mlp.up_proj.weight", "DF", "F D"),
-    mlp__shared__down=("mlp.down_proj.weight", "FD", "D F"),
+_BESIDE_EXPERTS = gated_mlp("mlp", "mlp__shared") | in_layers(
     mlp__router=("router.proj.weight", "DE", "E D"),
     mlp__router_scale=("router.scale", "D", "D"),
     mlp__expert_scale=("router.per_expert_scale", "E", "E"),

@@ -9,6 +9,7 @@ from jaxrlhf.models.huggingface.families.family import (
     QK_NORM,
     Family,
     StoredTensor,
+    gated_mlp,
     in_layers,
     mixture,
     of_both_kinds,
@@ -100,12 +101,8 @@ def _by_kind(
     return of_both_kinds(config, mlp | QK_NORM, mixing)
 
 
-_MIXTURE = mixture() | in_layers(
-    mlp__shared__gate=("mlp.shared_expert.gate_proj.weight", "DF", "F D"),
-    mlp__shared__up=("mlp.shared_expert.up_proj.weight", "DF", "F D"),
-    mlp__shared__down=("mlp.shared_expert.down_proj.weight", "FD", "D F"),
-    mlp__shared_gate=("mlp.shared_expert_gate.weight", "DO", "O D"),
-)
+_GATE = in_layers(mlp__shared_gate=("mlp.shared_expert_gate.weight", "DO", "O D"))
+_MIXTURE = mixture() | gated_mlp("mlp.shared_expert", "mlp__shared") | _GATE
 
 
 def _next_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
