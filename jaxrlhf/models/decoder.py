@@ -150,8 +150,7 @@ def hidden_states(
     image_RW = sight and sight.block_RW
     if shared_prefix is not None and image_RW is not None:
         raise ValueError("shared_prefix requires causal attention in images; pass whole sequences")
-    mask = Segments(segment_RW, image_RW) if shared_prefix is None else shared_prefix
-    rows = turn, mask, router, sight
+    rows = turn, Segments(segment_RW, image_RW) if shared_prefix is None else shared_prefix, router, sight
     all_layers = stacks(params, config, execution.pipeline) if layers is None else layers
     hidden_RWD, outputs = pipeline_forward(execution.pipeline, stack, all_layers, hidden_RWD, rows)
     hidden_RWD = norm(config, merge_streams(params, config, hidden_RWD), params["final_norm"])
