@@ -13,10 +13,13 @@ from safetensors.numpy import load_file
 from tiny_checkpoints import KINDS, VOCAB, again, build, tiered, tokens, write
 
 from jaxrlhf import models
-from jaxrlhf.config import FromScratch
+from jaxrlhf.config import FromScratch, Refusal
 from jaxrlhf.models.counts import weight_counts
+from jaxrlhf.models.huggingface.save import save_description
 
 TOLERANCE = 1e-4
+DESCRIBED = [kind for kind, (name, _) in KINDS.items() if name in ("Qwen2", "Qwen3", "Qwen3Moe", "Llama", "DeepseekV2")]
+"""Kinds whose config.json is written from their shape, for models from scratch and plans of known checkpoints."""
 
 
 @pytest.fixture(scope="module", params=tiered(KINDS))
@@ -64,6 +67,7 @@ def test_logits_of_whole_padded_and_packed_rows(pair):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pair", tiered(DESCRIBED, slow=["qwen3-yarn"]), indirect=True)
 def test_export_without_its_source_is_the_same_model(pair, tmp_path):
     theirs, config, params, _ = pair
     models.save_params(params, config, tmp_path)
@@ -74,6 +78,12 @@ def test_export_without_its_source_is_the_same_model(pair, tmp_path):
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     token_RW = tokens((2, 40))
     np.testing.assert_allclose(their_logits(exported, token_RW), their_logits(theirs, token_RW), atol=1e-6)
+
+
+def test_a_configuration_that_is_only_copied_needs_its_source(tmp_path):
+    config = models.read_config(write(tmp_path / "in", build("gemma2")))
+    with pytest.raises(Refusal, match=r"config\.json of a gemma2 model can only be copied; set source"):
+        save_description(config, tmp_path / "out")
 
 
 def test_export_of_an_import_is_the_same_checkpoint(pair, tmp_path):

@@ -148,12 +148,31 @@ def _read_decoder(family: Family, fields: Fields) -> ModelConfig:
     return ModelConfig(**shared | family_fields)
 
 
-def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, Any]:
-    """Return the fields of a config.json from which transformers builds the same model."""
+def head_fields(config: ModelConfig, head: Head) -> dict[str, Any]:
+    """Return the fields of a config.json that a model's head decides."""
+    if config.vision is not None:
+        return {"architectures": [VISION_FORMATS[config.vision.family].architecture]}
     family = FAMILIES[config.family]
+    if head == "lm":
+        return {"architectures": [family.causal]}
+    return {"architectures": [family.classifier], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, Any]:
+    """Return the fields of a config.json from which transformers builds the same model.
+
+    Raises:
+      Refusal: The family's config.json is always a copy of the source's.
+    """
+    family, sight = FAMILIES[config.family], None if config.vision is None else VISION_FORMATS[config.vision.family]
+    if family.write is None or (sight is not None and sight.write is None):
+        raise Refusal(
+            f"config.json of a {family.name} model can only be copied; set source to the checkpoint that the model "
+            "came from"
+        )
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     fields = {
-        "architectures": [family.causal if head == "lm" else family.classifier],
+        **head_fields(config, head),
         "model_type": family.name,
         **written(config, _LINKS),
         "head_dim": config.head_dim,
@@ -167,9 +186,7 @@ def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, An
     }
     if fields["rope_scaling"] is None:  # a field of older versions; newer versions warn about it
         del fields["rope_scaling"]
-    if head != "lm":
-        fields |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return fields if config.vision is None else VISION_FORMATS[config.vision.family].fields(config, fields)
+    return fields if sight is None else sight.fields(config, fields)
 
 
 def scratch_config(settings: FromScratch, *, vocab_size: int) -> ModelConfig:

@@ -17,7 +17,14 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.config.cli.outputs import check_writable
 from jaxrlhf.config.refusal import read_object
 from jaxrlhf.models.config import Head, ModelConfig
-from jaxrlhf.models.huggingface.config import AGAIN, read_fields, read_stop_tokens, token_ids, write_fields
+from jaxrlhf.models.huggingface.config import (
+    AGAIN,
+    head_fields,
+    read_fields,
+    read_stop_tokens,
+    token_ids,
+    write_fields,
+)
 from jaxrlhf.models.huggingface.families import StoredTensor, published_name, stored_tensors, tensor_shapes
 from jaxrlhf.models.huggingface.hub import HUB_FILES, resolve
 from jaxrlhf.models.huggingface.load import Progress
@@ -208,18 +215,18 @@ def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, 
     Args:
       dtype: Dtype of all tensors; None if tensors differ, or may differ.
     """
-    fields = write_fields(config, head, dtype=dtype or "float32")
     if source is not None:
         given = read_fields(source, whole=config.vision is not None)
         # Weights are written without quantization, and the code that `auto_map` names is not copied.
         kept = {name: value for name, value in given.items() if name not in ("quantization_config", "auto_map")}
-        written = {name: fields[name] for name in ("architectures", "id2label", "label2id") if name in fields}
         # Older files call it torch_dtype.
         kinds = {"torch_dtype", "dtype"} & kept.keys() or {"dtype"}
-        fields = kept | written | ({} if dtype is None else dict.fromkeys(kinds, dtype))
-    elif tokenizer is not None:
-        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        fields |= {name: value for name, value in ids.items() if value is not None}
+        fields = kept | head_fields(config, head) | ({} if dtype is None else dict.fromkeys(kinds, dtype))
+    else:
+        fields = write_fields(config, head, dtype=dtype or "float32")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if tokenizer is not None and getattr(tokenizer, name) is not None:
+                fields[name] = getattr(tokenizer, name)
     if head != "lm" and fields.get("pad_token_id") in token_ids(fields.get("eos_token_id")):
         # Otherwise transformers would take the end token for padding, and score the token before it.
         fields["pad_token_id"] = None

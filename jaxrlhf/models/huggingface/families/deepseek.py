@@ -24,7 +24,6 @@ _LATENT = (
     Link("v_head_dim", "value_dim"),
     Link("q_lora_rank", "query_rank", 1536),
 )
-_INDEXER = Link("index_n_heads", "heads", 64), Link("index_head_dim", "head_dim", 128), Link("index_topk", "top", 2048)
 _EXPERTS = (
     Link("n_routed_experts", "count"),
     Link("num_experts_per_tok", "per_token"),
@@ -65,31 +64,6 @@ def read_experts(given: Fields, *links: Link, **router: Any) -> Experts:
 def read_grouped_experts(given: Fields, **router: Any) -> Experts:
     """Read experts that are chosen within the best groups, ranked by the sum of their two best experts."""
     return read_experts(given, *_GROUPS, group_best=2, **router)
-
-
-def write_experts(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields that `read_experts` and its callers read."""
-    experts = config.experts
-    assert experts is not None
-    return {
-        **written(experts, (*_EXPERTS, *_GROUPS)),
-        "first_k_dense_replace": config.dense_layers,
-        "n_shared_experts": experts.shared_intermediate_size // experts.intermediate_size,
-        "scoring_func": experts.scores,
-    }
-
-
-def write_latent(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json that all versions have."""
-    latent = config.latent
-    assert latent is not None
-    return {
-        **write_experts(config),
-        **written(latent, _LATENT),
-        "attention_bias": False,
-        "head_dim": latent.rope_dim,
-        "qk_nope_head_dim": config.head_dim - latent.rope_dim,
-    }
 
 
 def latent_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
@@ -135,8 +109,19 @@ def _read_v2(given: Fields) -> dict[str, Any]:
 
 
 def _write_v2(config: ModelConfig) -> dict[str, Any]:
-    grouped = config.experts is not None and config.experts.groups > 1
-    return write_latent(config) | {"topk_method": "group_limited_greedy" if grouped else "greedy"}
+    latent, experts = config.latent, config.experts
+    assert latent is not None and experts is not None
+    return {
+        **written(experts, (*_EXPERTS, *_GROUPS)),
+        **written(latent, _LATENT),
+        "first_k_dense_replace": config.dense_layers,
+        "n_shared_experts": experts.shared_intermediate_size // experts.intermediate_size,
+        "scoring_func": experts.scores,
+        "topk_method": "group_limited_greedy" if experts.groups > 1 else "greedy",
+        "attention_bias": False,
+        "head_dim": latent.rope_dim,
+        "qk_nope_head_dim": config.head_dim - latent.rope_dim,
+    }
 
 
 DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2", latent_tensors, _read_v2, _write_v2)
@@ -152,12 +137,7 @@ def _read_v3(given: Fields) -> dict[str, Any]:
     return {"experts": experts, **read_latent(given, interleaved=interleaved, dense_layers=3)}
 
 
-def _write_v3(config: ModelConfig) -> dict[str, Any]:
-    interleaved = config.latent is not None and config.latent.interleaved
-    return write_latent(config) | {"topk_method": "noaux_tc", "rope_interleave": interleaved}
-
-
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3", latent_tensors, _read_v3, _write_v3, predicts_several=True)
+DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3", latent_tensors, _read_v3, predicts_several=True)
 """DeepSeek-V3: experts by sigmoid scores and a bias, within the groups with the best pairs of experts."""
 
 
@@ -166,7 +146,7 @@ def _read_v32(given: Fields) -> dict[str, Any]:
     given.only("layer_types", ["indexed_attention"] * count)
     given.only("mlp_layer_types", ["dense"] * dense + ["sparse"] * (count - dense))
     read = _read_v3(given)
-    index = Indexer(**given.linked(_INDEXER))
+    index = Indexer(given.take("index_n_heads", 64), given.take("index_head_dim", 128), given.take("index_topk", 2048))
     if given.need("max_position_embeddings") > index.top:
         warnings.warn(
             "sparse attention of deepseek_v32 is computed as full attention: sequences of more than "
@@ -177,11 +157,5 @@ def _read_v32(given: Fields) -> dict[str, Any]:
     return read | {"latent": replace(read["latent"], indexer=index)}
 
 
-def _write_v32(config: ModelConfig) -> dict[str, Any]:
-    assert config.latent is not None
-    fields = {name: value for name, value in _write_v3(config).items() if name != "rope_interleave"}
-    return fields | written(config.latent.indexer, _INDEXER)
-
-
-DEEPSEEK_V32 = Family("deepseek_v32", "DeepseekV32", latent_tensors, _read_v32, _write_v32, predicts_several=True)
+DEEPSEEK_V32 = Family("deepseek_v32", "DeepseekV32", latent_tensors, _read_v32, predicts_several=True)
 """DeepSeek-V3.2: V3 with sparse attention. Its indexer is loaded and saved, but attention sees all tokens."""

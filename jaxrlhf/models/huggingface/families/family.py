@@ -254,7 +254,8 @@ class Family:
       tensors: Function from a model to the table of its parameters without the head.
       read: Function that returns the `ModelConfig` fields specific to this family, and sets defaults of shared
         config.json fields. The function must take every config.json field that is specific to this family.
-      write: Function that returns the config.json fields specific to this family.
+      write: Function that returns the config.json fields specific to this family; None if config.json is always a
+        copy of the source's.
       unread: Function from a model to a pattern of names of tensors that files may have but nothing uses, or None.
       predicts_several: True if files may have layers after the last layer, or tensors named `mtp`, which predict
         several tokens at once. These are neither read nor exported.
@@ -265,7 +266,7 @@ class Family:
     architecture: str
     tensors: Callable[[ModelConfig], Mapping[str, StoredTensor]]
     read: Callable[[Fields], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]] | None = None
     score_architecture: str | None = None
     predicts_several: bool = False
     unread: Callable[[ModelConfig], re.Pattern[str] | None] = lambda config: None

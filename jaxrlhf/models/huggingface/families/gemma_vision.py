@@ -6,23 +6,10 @@ from typing import Any
 
 from jaxrlhf.models.config import Vision
 from jaxrlhf.models.huggingface.families.family import StoredTensor
-from jaxrlhf.models.huggingface.families.fields import Fields, Link, written
+from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.sight import VisionFormat, in_tower
 
 _LAYER = "tower.encoder.layers.{layer}."
-_LINKS = (
-    Link("hidden_size", "hidden_size", 768),
-    Link("intermediate_size", "intermediate_size", 3072),
-    Link("num_hidden_layers", "num_layers", 12),
-    Link("num_attention_heads", "num_heads", 12),
-    Link("patch_size", "patch_size", 16),
-    Link("layer_norm_eps", "eps", 1e-6),
-)
-_TOKENS = (
-    Link("image_token_index", "image_token", 262_144),
-    Link("boi_token_index", "start_token", 255_999),
-    Link("eoi_token_index", "end_token", 256_000),
-)
 _PREFIXES = {
     "model.": "language_model.model.",
     "lm_head.": "language_model.lm_head.",
@@ -70,37 +57,29 @@ def _read(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any]) -> V
     given.only("num_channels", 3)
     given.take("vision_use_head")  # nothing reads the pooled output
     given.take("attention_dropout")
-    size, shape = given.take("image_size", 224), given.linked(_LINKS)
+    size, patch = given.take("image_size", 224), given.take("patch_size", 16)
     features = math.isqrt(whole.get("mm_tokens_per_image", 256))
-    side = size // shape["patch_size"]
+    side = size // patch
     if side % features:
         raise given.error(f"{side} x {side} patches and {features} x {features} features", "one must divide the other")
     return Vision(
         family="gemma3",
-        **{ours: int(whole.get(theirs, default)) for theirs, ours, default, _ in _TOKENS},
-        **shape,
+        image_token=int(whole.get("image_token_index", 262_144)),
+        start_token=int(whole.get("boi_token_index", 255_999)),
+        end_token=int(whole.get("eoi_token_index", 256_000)),
+        hidden_size=given.take("hidden_size", 768),
+        intermediate_size=given.take("intermediate_size", 3072),
+        num_layers=given.take("num_hidden_layers", 12),
+        num_heads=given.take("num_attention_heads", 12),
+        patch_size=patch,
         out_size=int(text.get("hidden_size", 2304)),
         merge=side // features,
+        eps=given.take("layer_norm_eps", 1e-6),
         positions=side**2,
         rotates=False,
         merger="mean",
         both_ways=True,
     )
-
-
-def _write(vision: Vision) -> dict[str, Any]:
-    return {
-        "model_type": "siglip_vision_model",
-        "hidden_act": "gelu_pytorch_tanh",
-        "image_size": math.isqrt(vision.positions) * vision.patch_size,
-        "num_channels": 3,
-        "vision_use_head": False,
-        **written(vision, _LINKS),
-    }
-
-
-def _beside(vision: Vision) -> dict[str, Any]:
-    return written(vision, _TOKENS) | {"mm_tokens_per_image": vision.positions // vision.merge**2}
 
 
 GEMMA3_VISION = VisionFormat(
@@ -111,8 +90,6 @@ GEMMA3_VISION = VisionFormat(
     _PREFIXES,
     _tensors,
     _read,
-    _write,
-    _beside,
     modules={"model.": "model.language_model.", "vision.tower.": "model.vision_tower."},
     leaves_out=("vision.tower.head.",),
 )

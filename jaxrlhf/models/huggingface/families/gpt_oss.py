@@ -4,11 +4,9 @@ from typing import Any
 
 from jaxrlhf.models.config import ClampedGate, ModelConfig
 from jaxrlhf.models.huggingface.families.family import LAYER, QKV_BIAS, WITHOUT_MLP, Family, StoredTensor, in_layers
-from jaxrlhf.models.huggingface.families.fields import Fields, Link, written
-from jaxrlhf.models.huggingface.families.llama import LOCAL_EXPERTS, read_local_experts
-from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
-
-_GATE = Link("swiglu_alpha", "alpha", 1.702, float), Link("swiglu_limit", "limit", 7.0, float)
+from jaxrlhf.models.huggingface.families.fields import Fields
+from jaxrlhf.models.huggingface.families.llama import read_local_experts
+from jaxrlhf.models.huggingface.families.windows import read_layer_types
 
 
 def _read(given: Fields) -> dict[str, Any]:
@@ -22,7 +20,7 @@ def _read(given: Fields) -> dict[str, Any]:
             "neither rope_parameters nor rope_scaling",
             "transformers then scales positions of gpt_oss by YaRN; set rope_type to 'yarn' or 'default'",
         )
-    gate = ClampedGate(**given.linked(_GATE))
+    gate = ClampedGate(float(given.take("swiglu_alpha", 1.702)), float(given.take("swiglu_limit", 7.0)))
     return {
         "experts": read_local_experts(given, count=128, per_token=4, biases=True, activation=gate),
         "qkv_bias": True,
@@ -30,17 +28,6 @@ def _read(given: Fields) -> dict[str, Any]:
         "attention_sinks": True,
         "sliding_window": given.take("sliding_window", 128),
         "sliding_layers": read_layer_types(given, every=2),
-    }
-
-
-def _write(config: ModelConfig) -> dict[str, Any]:
-    assert config.experts is not None
-    return {
-        "attention_bias": True,
-        "sliding_window": config.sliding_window,
-        "layer_types": write_layer_types(config.sliding_layers),
-        **written(config.experts, LOCAL_EXPERTS),
-        **written(config.experts.activation, _GATE),
     }
 
 
@@ -67,5 +54,5 @@ def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     }
 
 
-GPT_OSS = Family("gpt_oss", "GptOss", _tensors, _read, _write)
+GPT_OSS = Family("gpt_oss", "GptOss", _tensors, _read)
 """gpt-oss: all experts of a layer in one tensor, stored as MXFP4 in the published files."""

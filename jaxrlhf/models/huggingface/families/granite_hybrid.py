@@ -74,36 +74,6 @@ def _read(given: Fields) -> dict[str, Any]:
     }
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    linear, experts = config.linear, config.experts
-    fields = GRANITE.write(config)
-    del fields["mlp_bias"]
-    if linear is not None:
-        fields |= {
-            "mamba_n_heads": linear.value_heads,
-            "mamba_n_groups": linear.groups,
-            "mamba_d_state": linear.key_dim,
-            "mamba_d_head": linear.value_dim,
-            "mamba_d_conv": linear.kernel,
-            "mamba_expand": linear.value_heads * linear.value_dim // config.hidden_size,
-            "mamba_conv_bias": True,
-            "mamba_proj_bias": False,
-        }
-    else:  # otherwise readers would check their defaults against the width
-        fields |= {"mamba_n_heads": 2, "mamba_d_head": config.hidden_size}
-    return {
-        **fields,
-        "layer_types": ["mamba" if linear else "attention" for linear in config.linear_layers]
-        or ["attention"] * config.num_layers,
-        "position_embedding_type": "nope" if config.rope_layers else "rope",
-        "shared_intermediate_size": config.intermediate_size if experts is None else experts.shared_intermediate_size,
-        "num_local_experts": 0 if experts is None else experts.count,
-        "num_experts_per_tok": 0 if experts is None else experts.per_token,
-        "intermediate_size": config.intermediate_size if experts is None else experts.intermediate_size,
-        "router_aux_loss_coef": 0.0 if experts is None else experts.loss_coefficient,
-    }
-
-
 def _mixing(linear: LinearAttention) -> dict[str, StoredTensor]:
     """Return the table of state-space layers: one tensor has gates, values, keys, queries and steps along its rows.
 
@@ -144,5 +114,5 @@ def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     return rest if config.linear is None else of_both_kinds(config, rest, _mixing(config.linear))
 
 
-GRANITE_HYBRID = Family("granitemoehybrid", "GraniteMoeHybrid", _tensors, _read, _write)
+GRANITE_HYBRID = Family("granitemoehybrid", "GraniteMoeHybrid", _tensors, _read)
 """Granite 4: with or without experts next to a shared MLP, with state spaces or only attention."""

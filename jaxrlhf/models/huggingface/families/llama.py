@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jaxrlhf.models.config import Experts, LongRope, ModelConfig
+from jaxrlhf.models.config import Experts, ModelConfig
 from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Family, StoredTensor, gate_and_up, mixture
-from jaxrlhf.models.huggingface.families.fields import Fields, Link, written
+from jaxrlhf.models.huggingface.families.fields import Fields
 
 
 def _read_llama(given: Fields) -> dict[str, Any]:
@@ -25,28 +25,19 @@ def _read_mistral(given: Fields) -> dict[str, Any]:
     return {"sliding_window": given.take("sliding_window", 4096)}
 
 
-MISTRAL = Family(
-    "mistral",
-    "Mistral",
-    lambda config: DECODER,
-    _read_mistral,
-    lambda config: {"sliding_window": config.sliding_window},
-)
+MISTRAL = Family("mistral", "Mistral", lambda config: DECODER, _read_mistral)
 """Mistral: every layer has a window, unless the file says null."""
-
-
-LOCAL_EXPERTS = (
-    Link("num_local_experts", "count"),
-    Link("num_experts_per_tok", "per_token"),
-    Link("intermediate_size", "intermediate_size"),
-    Link("router_aux_loss_coef", "loss_coefficient", 0.001, float),
-)
-"""Fields of routed experts, by Mixtral's names."""
 
 
 def read_local_experts(given: Fields, *, count: int, per_token: int, **others: Any) -> Experts:
     """Read routed experts by Mixtral's field names; `count` and `per_token` are defaults."""
-    return Experts(**given.linked(LOCAL_EXPERTS, num_local_experts=count, num_experts_per_tok=per_token), **others)
+    return Experts(
+        count=given.take("num_local_experts", count),
+        per_token=given.take("num_experts_per_tok", per_token),
+        intermediate_size=given.need("intermediate_size"),
+        loss_coefficient=float(given.take("router_aux_loss_coef", 0.001)),
+        **others,
+    )
 
 
 def _read_mixtral(given: Fields) -> dict[str, Any]:
@@ -57,14 +48,9 @@ def _read_mixtral(given: Fields) -> dict[str, Any]:
     return {"experts": experts, "sliding_window": given.take("sliding_window")}
 
 
-def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
-    fields = {"router_jitter_noise": 0.0, "sliding_window": config.sliding_window}
-    return written(config.experts, LOCAL_EXPERTS) | fields
-
-
 MIXTRAL_TENSORS = mixture("block_sparse_moe", gate="w1", up="w3", down="w2")
 
-MIXTRAL = Family("mixtral", "Mixtral", lambda config: MIXTRAL_TENSORS, _read_mixtral, _write_mixtral)
+MIXTRAL = Family("mixtral", "Mixtral", lambda config: MIXTRAL_TENSORS, _read_mixtral)
 """Mixtral: Mistral with a mixture of experts in every layer; the weights of a token's experts sum to 1."""
 
 
@@ -79,13 +65,6 @@ def _read_phi3(given: Fields) -> dict[str, Any]:
         original_max_position_embeddings=4096,
     )
     return {"sliding_window": given.take("sliding_window")}
-
-
-def _write_phi3(config: ModelConfig) -> dict[str, Any]:
-    original = {}
-    if isinstance(config.rope_scaling, LongRope):
-        original = {"original_max_position_embeddings": config.rope_scaling.original_max_position_embeddings}
-    return {"sliding_window": config.sliding_window, **original}
 
 
 def _phi3_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
@@ -103,5 +82,5 @@ def _phi3_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     )
 
 
-PHI3 = Family("phi3", "Phi3", _phi3_tensors, _read_phi3, _write_phi3)
+PHI3 = Family("phi3", "Phi3", _phi3_tensors, _read_phi3)
 """Phi-3, 3.5 and 4: q, k and v are in one tensor, gate and up in another; part of each head is rotated."""

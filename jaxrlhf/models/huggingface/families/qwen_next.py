@@ -14,21 +14,14 @@ from jaxrlhf.models.huggingface.families.family import (
     mixture,
     of_both_kinds,
 )
-from jaxrlhf.models.huggingface.families.fields import Fields, Link, written
+from jaxrlhf.models.huggingface.families.fields import Fields, Link
 from jaxrlhf.models.huggingface.families.qwen import EXPERTS
-from jaxrlhf.models.huggingface.families.rope_fields import OF_IMAGES, read_rope, rope_dictionary
-from jaxrlhf.models.huggingface.families.windows import LINEAR, read_layer_types, write_layer_types
+from jaxrlhf.models.huggingface.families.rope_fields import OF_IMAGES, read_rope
+from jaxrlhf.models.huggingface.families.windows import LINEAR, read_layer_types
 
 _LINEAR = LAYER + "linear_attn."
 _ROTATED = 0.25
 """Default part of each head that is rotated."""
-_ATTENTION = (
-    Link("linear_num_key_heads", "key_heads", 16),
-    Link("linear_num_value_heads", "value_heads", 32),
-    Link("linear_key_head_dim", "key_dim", 128),
-    Link("linear_value_head_dim", "value_dim", 128),
-    Link("linear_conv_kernel_dim", "kernel", 4),
-)
 _EXPERTS = (*EXPERTS, Link("shared_expert_intermediate_size", "shared_intermediate_size"))
 
 
@@ -40,12 +33,19 @@ def _read(given: Fields) -> dict[str, Any]:
     given.default(head_dim=256, hidden_act="silu")
     given.only("hidden_act", "silu")
     interval = given.take("full_attention_interval") or 4
+    linear = LinearAttention(
+        key_heads=given.take("linear_num_key_heads", 16),
+        value_heads=given.take("linear_num_value_heads", 32),
+        key_dim=given.take("linear_key_head_dim", 128),
+        value_dim=given.take("linear_value_head_dim", 128),
+        kernel=given.take("linear_conv_kernel_dim", 4),
+    )
     given.default(partial_rotary_factor=_ROTATED)
     return {
         "qk_norm": True,
         "unit_offset": True,
         "attention_gate": True,
-        "linear": LinearAttention(**given.linked(_ATTENTION)),
+        "linear": linear,
         "linear_layers": read_layer_types(given, every=interval, kinds=LINEAR),
         **read_rope(given, unread=OF_IMAGES),
     }
@@ -57,21 +57,6 @@ def _read_experts(given: Fields) -> dict[str, Any]:
     given.default(intermediate_size=given.need("moe_intermediate_size"))
     experts = given.linked(_EXPERTS)
     return {**_read(given), "experts": Experts(**experts, shared_gate=True)}
-
-
-def _write(config: ModelConfig) -> dict[str, Any]:
-    rope = rope_dictionary(config.rope_theta, config.rope_scaling)
-    return {
-        "attention_bias": False,
-        "layer_types": write_layer_types(config.linear_layers, LINEAR),
-        **written(config.linear, _ATTENTION),
-        "rope_parameters": rope | {"partial_rotary_factor": config.partial_rotary_factor},
-        "rope_scaling": None,
-    }
-
-
-def _write_experts(config: ModelConfig) -> dict[str, Any]:
-    return _write(config) | written(config.experts, _EXPERTS)
 
 
 def _by_kind(
@@ -145,7 +130,7 @@ def _projections(config: ModelConfig) -> dict[str, StoredTensor]:
     }
 
 
-QWEN3_NEXT = Family("qwen3_next", "Qwen3Next", _next_tensors, _read_experts, _write_experts, predicts_several=True)
+QWEN3_NEXT = Family("qwen3_next", "Qwen3Next", _next_tensors, _read_experts, predicts_several=True)
 """Qwen3-Next: experts in every layer."""
 
 QWEN3_5 = Family(
@@ -153,7 +138,6 @@ QWEN3_5 = Family(
     "Qwen3_5",
     lambda config: _by_kind(config, DECODER, _projections(config)),
     _read,
-    _write,
     score_architecture="Qwen3_5Text",
     predicts_several=True,
 )
@@ -164,7 +148,6 @@ QWEN3_5_MOE = Family(
     "Qwen3_5Moe",
     lambda config: _by_kind(config, _MIXTURE, _projections(config)),
     _read_experts,
-    _write_experts,
     predicts_several=True,
 )
 """Qwen3.5-MoE (text): the layers of Qwen3-Next, with separate tensors for the projections."""

@@ -129,18 +129,15 @@ def _read_3(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any], *,
 
 
 def _write(vision: Vision) -> dict[str, Any]:
-    fields = {
-        "model_type": f"{vision.family}_vision" if vision.family == "qwen2_5_vl" else vision.family,
+    assert vision.window is not None
+    return {
+        "model_type": "qwen2_5_vl_vision",
         **written(vision, _LINKS),
         "in_channels": 3,
-        "hidden_act": next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == vision.activation),
+        "hidden_act": "silu",
+        "window_size": vision.window * vision.merge * vision.patch_size,
+        "fullatt_block_indexes": list(vision.full_layers),
     }
-    if vision.family == "qwen2_5_vl":
-        assert vision.window is not None
-        window = vision.window * vision.merge * vision.patch_size
-        return fields | {"window_size": window, "fullatt_block_indexes": list(vision.full_layers)}
-    fields |= {"num_position_embeddings": vision.positions}
-    return fields | ({"deepstack_visual_indexes": list(vision.deepstack)} if "vl" in vision.family else {})
 
 
 QWEN2_5_VL = VisionFormat(
@@ -158,9 +155,7 @@ QWEN2_5_VL = VisionFormat(
 
 def _third(name: str, architecture: str, text: str, text_type: str) -> VisionFormat:
     read = partial(_read_3, family=name)
-    return VisionFormat(
-        name, f"{architecture}ForConditionalGeneration", text, text_type, _NEW, _tensors_3, read, _write
-    )
+    return VisionFormat(name, f"{architecture}ForConditionalGeneration", text, text_type, _NEW, _tensors_3, read)
 
 
 QWEN3_VL = _third("qwen3_vl", "Qwen3VL", "qwen3", "qwen3_vl_text")
