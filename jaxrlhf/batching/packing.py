@@ -27,7 +27,7 @@ from jaxrlhf.batching.microbatch import (
 )
 from jaxrlhf.batching.placed_units import place_units
 from jaxrlhf.batching.shared_prompts import shared_prefixes
-from jaxrlhf.models.attention.score_mod import SharedTokens
+from jaxrlhf.models.attention.attention_xla import SharedTokens
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix
 from jaxrlhf.models.config import Vision
 from jaxrlhf.models.vision.rows import ImageRows, Pixels, StripShape, no_pixels

@@ -18,7 +18,7 @@ from jaxrlhf.engine.compiled import Compiled, EngineShardings
 from jaxrlhf.engine.prefill import PREFILL_TOKENS, Prefill
 from jaxrlhf.engine.programs import Shape
 from jaxrlhf.engine.weights import Weights
-from jaxrlhf.models.heads import chunk_tokens, likeliest_tokens
+from jaxrlhf.models.heads import chunk_tokens, token_logp
 
 MOST_LIKELY = 20
 """Number of likely tokens that are returned for one position, as many as OpenAI's API admits."""
@@ -67,7 +67,7 @@ def score(
     how: dict[str, Any] = {"execution": shape.execution} | ({} if layers is None else {"layers": layers})
     rows = token_RW, position_RW, there_RW.astype(jnp.int32)
     hidden_RWD = models.hidden_states(params, shape.config, *rows, **how).hidden_RWD
-    read = likeliest_tokens(
+    read = token_logp(
         params,
         shape.config,
         hidden_RWD,

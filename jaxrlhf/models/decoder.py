@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array, Params
+from jaxrlhf.models.attention.attention import Segments
 from jaxrlhf.models.attention.chunks import Chunk, write_chunk
 from jaxrlhf.models.attention.interleaved import resized
 from jaxrlhf.models.attention.kv_cache import Cache, Prefix, capacity_of, empty_prefix
 from jaxrlhf.models.attention.linear_attention import LayerState
+from jaxrlhf.models.attention.mask import AttentionMask
 from jaxrlhf.models.attention.rings import NOWHERE
-from jaxrlhf.models.attention.score_mod import BothWays, SharedTokens
-from jaxrlhf.models.attention.shared_prefix import SharedPrefix
 from jaxrlhf.models.causal_lm import causal_lm_method
 from jaxrlhf.models.config import DENSE_LAYERS, LENDERS, SLIDING_LAYERS, STACKS, ModelConfig
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
@@ -105,7 +105,7 @@ def hidden_states(
     segment_RW: Int[Array, "R W"],
     *,
     layers: list[Params] | None = None,
-    shared_prefix: SharedPrefix | SharedTokens | None = None,
+    shared_prefix: AttentionMask | None = None,
     images: ImageRows | None = None,
     router: RouterInputs = NO_ROUTER_INPUTS,
     execution: Execution = ONE_DEVICE,
@@ -116,7 +116,7 @@ def hidden_states(
       position_RW, segment_RW: Index of each token in its own sequence, and number of this sequence in its row, from 1;
         0 is padding.
       layers: Result of `unstack_layers`; replaces the layers of `params`, which may be absent.
-      shared_prefix: Layout of sequences that share prompts; attention then uses it instead of the segments.
+      shared_prefix: Mask of sequences that share prompts (`SharedPrefix` or `SharedTokens`), in place of the segments.
       images: Images of the rows; their features replace the embeddings of image tokens. None is text only.
       router: Tokens that count for the load balance of experts, and expert choices to replay.
       execution: Result of `choose_execution` for the mesh of the rows.
@@ -128,7 +128,7 @@ def hidden_states(
     hidden_RWD = execution.split_rows(make_streams(params, config, embed_RWD))
 
     def stack(layers, hidden_RWD, rows):
-        turn, seen, router, sight = rows
+        turn, mask, router, sight = rows
         replay = {}
         if router.replayed is not None:
             replay = split_by_stack(jnp.moveaxis(execution.slices(router.replayed), 2, 0), config, skip=(DENSE_LAYERS,))
@@ -138,7 +138,7 @@ def hidden_states(
             asked = router._replace(replayed=replayed_RWk)
             borrowed, how = flow.lent.get(LENDERS.get(name)), config.of_stack(name)
             hidden_RWD, kept, routed = layer_rows(
-                layer, how, flow.hidden, turn, seen, execution, asked, borrowed=borrowed, input_RWP=input_RWP
+                layer, how, flow.hidden, turn, mask, execution, asked, borrowed=borrowed, input_RWP=input_RWP
             )
             return flow.passed(name, _deeper(sight, hidden_RWD, layer), kept), {"router": routed}
 
@@ -147,10 +147,10 @@ def hidden_states(
         flow, outputs = run_layers(config, rematerialised(step, execution), flow, layers, extras)
         return flow.hidden, outputs
 
-    within = segment_RW if sight is None else sight.within(segment_RW)
-    if shared_prefix is not None and isinstance(within, BothWays):
+    image_RW = sight and sight.block_RW
+    if shared_prefix is not None and image_RW is not None:
         raise ValueError("shared_prefix requires causal attention in images; pass whole sequences")
-    rows = turn, within if shared_prefix is None else shared_prefix, router, sight
+    rows = turn, Segments(segment_RW, image_RW) if shared_prefix is None else shared_prefix, router, sight
     all_layers = stacks(params, config, execution.pipeline) if layers is None else layers
     hidden_RWD, outputs = pipeline_forward(execution.pipeline, stack, all_layers, hidden_RWD, rows)
     hidden_RWD = norm(config, merge_streams(params, config, hidden_RWD), params["final_norm"])
@@ -218,10 +218,10 @@ def _prefill_whole(
 
         def step(name, flow, each):
             layer, input_PSP = each
-            within = segment_PS if sight is None else sight.within(segment_PS)
+            mask = Segments(segment_PS, sight and sight.block_RW)
             borrowed, how = flow.lent.get(LENDERS.get(name)), config.of_stack(name)
             hidden_PSD, kept, routed = layer_rows(
-                layer, how, flow.hidden, turn, within, execution, borrowed=borrowed, input_RWP=input_PSP
+                layer, how, flow.hidden, turn, mask, execution, borrowed=borrowed, input_RWP=input_PSP
             )
             return flow.passed(name, _deeper(sight, hidden_PSD, layer), kept), _kept(name, kept, routed)
 

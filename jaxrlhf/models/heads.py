@@ -1,5 +1,6 @@
 """Heads on the residual stream: logits, token log-probabilities, values, scores."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -58,6 +59,7 @@ def token_logp(
     *,
     kept_RWK: Int[Array, "R W K"] | None = None,
     named_RWK: Int[Array, "R W C"] | None = None,
+    among_V: Bool[Array, "V"] | None = None,
     temperature: float | Float[Array, ""] = 1.0,
     entropy: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
@@ -78,86 +80,36 @@ def token_logp(
       wanted_RW: True for tokens to compute; None computes all.
       kept_RWK: Token ids that the softmax is restricted to, padded with -1. All -1, or None, is no restriction.
       named_RWK: Further token ids to compute log-probabilities of, in each token's place; negative ids are padding.
+      among_V: True for token ids that may be named in each token's place: the `MOST_LIKELY` most likely of these, the
+        most likely first, and ids of -1 if there are fewer. Without `named_RWK`; None names none.
       entropy: True computes entropies too.
       chunk_tokens: Number of tokens of a chunk, over all devices.
       execution: Execution of the hidden states.
     """
-    how: dict[str, Any] = {"temperature": temperature, "chunk_tokens": chunk_tokens, "execution": execution}
-    how |= {"kept_RWK": kept_RWK, "named_RWK": named_RWK, "entropy": entropy}
-    outputs = _token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, **how)
-    return TokenOutput(outputs[0], outputs[1] if entropy else None, None if named_RWK is None else outputs[-1])
-
-
-def likeliest_tokens(
-    params: Params,
-    config: AnyModel,
-    hidden_RWD: Float[Array, "R W D"],
-    token_RW: Int[Array, "R W"],
-    wanted_RW: Bool[Array, "R W"] | None = None,
-    *,
-    among_V: Bool[Array, "V"],
-    **how: Any,
-) -> TokenOutput:
-    """Compute log-probabilities of wanted tokens as `token_logp` does, and of `MOST_LIKELY` tokens in their places.
-
-    The most likely token is the first; ids are -1 if there are fewer.
-
-    Args:
-      among_V: True for token ids that may be returned.
-      how: Further arguments of `token_logp`, except `entropy` and `named_RWK`.
-    """
-    likeliest = among_V, min(MOST_LIKELY, len(among_V))
-    logp, named, names = _token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, likeliest=likeliest, **how)
-    return TokenOutput(logp, None, named, jnp.where(named > _NEVER / 2, names.astype(jnp.int32), -1))
-
-
-def _token_outputs(
-    params: Params,
-    config: AnyModel,
-    hidden_RWD: Float[Array, "R W D"],
-    token_RW: Int[Array, "R W"],
-    wanted_RW: Bool[Array, "R W"] | None,
-    *,
-    kept_RWK: Int[Array, "R W K"] | None = None,
-    named_RWK: Int[Array, "R W C"] | None = None,
-    likeliest: tuple[Array, int] | None = None,
-    temperature: float | Float[Array, ""] = 1.0,
-    entropy: bool = False,
-    chunk_tokens: int = CHUNK_TOKENS,
-    execution: Execution = ONE_DEVICE,
-) -> list[Array]:
-    """Return log-probabilities, then the requested entropies and further outputs; see `token_logp`."""
     if wanted_RW is None:
         wanted_RW = jnp.ones(token_RW.shape, bool)
     next_RW, wanted_RW = (execution.slices(jnp.pad(each[:, 1:], ((0, 0), (0, 1)))) for each in (token_RW, wanted_RW))
-    hidden_RWD = execution.slices(hidden_RWD)
-    rows, width = next_RW.shape
-    chunk = min(width, max(1, chunk_tokens // rows))
-    padding = -width % chunk
-    order_RM = jnp.pad(jnp.argsort(~wanted_RW, axis=1, stable=True), ((0, 0), (0, padding)))
-    place_RW = jnp.argsort(order_RM[:, :width], axis=1)
-    target_RM = jnp.take_along_axis(next_RW, order_RM, axis=1)
-    table_VD = table(params, config).astype(hidden_RWD.dtype)
-
-    def ids(id_RWK: Array | None) -> Array | None:
-        if id_RWK is None:
-            return None
-        id_RWK = execution.slices(jnp.pad(id_RWK[:, 1:], ((0, 0), (0, 1), (0, 0)), constant_values=-1))
-        return jnp.take_along_axis(id_RWK, order_RM[:, :, None], axis=1)
-
-    among_V, most = (None, 0) if likeliest is None else likeliest
-    chunks = -(-wanted_RW.sum(axis=1).max() // chunk)
-    order = _ReadOrder(order_RM, place_RW, target_RM, chunks, ids(kept_RWK), ids(named_RWK), among_V)
-    scale = 1.0 / jnp.asarray(temperature, jnp.float32)
+    hidden_RWD, ids = execution.slices(hidden_RWD), []
+    for id_RWK in (kept_RWK, named_RWK):
+        padding = (0, 0), (0, 1), (0, 0)
+        ids.append(None if id_RWK is None else execution.slices(jnp.pad(id_RWK[:, 1:], padding, constant_values=-1)))
+    chunk = min(next_RW.shape[1], max(1, chunk_tokens // len(next_RW)))
+    order = _read_order(next_RW, wanted_RW, ids, among_V, chunk)
+    most = 0 if among_V is None else min(MOST_LIKELY, len(among_V))
     reading = _Reading(chunk, entropy, most, config.final_logit_softcapping, config.vocab_size, execution)
-    outputs = _read(_scaled(hidden_RWD, config), table_VD, scale, order, reading)
+    table_VD, scale = table(params, config).astype(hidden_RWD.dtype), 1.0 / jnp.asarray(temperature, jnp.float32)
 
     def back(output_RM: Array) -> Array:
-        place, wanted = (each.reshape(*each.shape, *[1] * (output_RM.ndim - 2)) for each in (place_RW, wanted_RW))
+        place, wanted = (each.reshape(*each.shape, *[1] * (output_RM.ndim - 2)) for each in (order.place_RW, wanted_RW))
         read_RW = jnp.where(wanted, jnp.take_along_axis(output_RM, place, axis=1), 0.0)
         return _shift(execution.joined(read_RW))
 
-    return [*map(back, outputs)]
+    logp, *more = map(back, _read(_scaled(hidden_RWD, config), table_VD, scale, order, reading))
+    entropy_RW = more.pop(0) if entropy else None
+    if among_V is None:
+        return TokenOutput(logp, entropy_RW, *more)
+    named, names = more
+    return TokenOutput(logp, entropy_RW, named, jnp.where(named > _NEVER / 2, names.astype(jnp.int32), -1))
 
 
 class _ReadOrder(NamedTuple):
@@ -180,6 +132,22 @@ class _ReadOrder(NamedTuple):
     kept_RMK: Array | None
     named_RMK: Array | None
     among_V: Array | None
+
+
+def _read_order(
+    next_RW: Array, wanted_RW: Array, ids: Sequence[Array | None], among_V: Array | None, chunk: int
+) -> _ReadOrder:
+    """Return the order in which wanted tokens come first; `ids` are the kept and the named token ids."""
+    width = next_RW.shape[1]
+    padding = -width % chunk
+    order_RM = jnp.pad(jnp.argsort(~wanted_RW, axis=1, stable=True), ((0, 0), (0, padding)))
+    place_RW = jnp.argsort(order_RM[:, :width], axis=1)
+    target_RM = jnp.take_along_axis(next_RW, order_RM, axis=1)
+    chunks = -(-wanted_RW.sum(axis=1).max() // chunk)
+    kept, named = (
+        None if id_RWK is None else jnp.take_along_axis(id_RWK, order_RM[:, :, None], axis=1) for id_RWK in ids
+    )
+    return _ReadOrder(order_RM, place_RW, target_RM, chunks, kept, named, among_V)
 
 
 class _Reading(NamedTuple):

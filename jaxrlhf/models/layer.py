@@ -1,7 +1,6 @@
 """Decoder layer: attention and the MLP, each added to the residual stream."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,16 +10,13 @@ import jax.numpy as jnp
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
 from jaxrlhf.models.attention import linear_attention
-from jaxrlhf.models.attention.attention import attend
-from jaxrlhf.models.attention.attention_xla import attend_shared_tokens
-from jaxrlhf.models.attention.chunks import Chunk, attend_chunk, attend_shared_chunk
 from jaxrlhf.models.attention.head_exchange import HeadExchange
 from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix
 from jaxrlhf.models.attention.linear_attention import LayerState, Projected
+from jaxrlhf.models.attention.mask import AttentionMask, Heads
 from jaxrlhf.models.attention.mla import attend_latents, expanded, latents
 from jaxrlhf.models.attention.pages import LayerPages
-from jaxrlhf.models.attention.score_mod import BothWays, ScoreMod, SharedTokens
-from jaxrlhf.models.attention.shared_prefix import SharedPrefix, attend_shared_prefix, over_sequences
+from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.config import LinearAttention, ModelConfig
 from jaxrlhf.models.execution import Execution
 from jaxrlhf.models.mlp import feed_forward
@@ -36,19 +32,18 @@ def layer_rows(
     config: ModelConfig,
     hidden_RWD: Array,
     turn: Rotations,
-    seen: Array | SharedPrefix | SharedTokens | Chunk | BothWays,
+    mask: AttentionMask,
     execution: Execution,
     router: RouterInputs = NO_ROUTER_INPUTS,
     *,
     borrowed: Prefix | None = None,
     input_RWP: Array | None = None,
 ):
-    """Run a layer over packed rows with segments or shared prefixes, or over a chunk of prompts.
-
-    With `BothWays`, each image token sees all tokens of its image.
+    """Run a layer over packed rows, or over a chunk of prompts.
 
     Args:
       config: Configuration as the layer's stack sees it (`ModelConfig.of_stack`).
+      mask: Tokens that each token sees: `Segments`, `SharedTokens`, `SharedPrefix` or `Chunk`.
       borrowed: Keys and values of another layer, for a layer that makes none.
       input_RWP: The layer's own input; None if layers have none.
 
@@ -58,10 +53,7 @@ def layer_rows(
     """
     weights, score_mod = layer["attention"], _score_mod(layer, config)
     if config.linear is not None and "linear_query" in weights:
-        assert not isinstance(seen, BothWays | SharedTokens), (
-            "layers with states support only whole sequences and causal attention"
-        )
-        mix_linear = partial(_linear_rows, weights, config, config.linear, seen, execution)
+        mix_linear = partial(_linear_rows, weights, config, config.linear, mask, execution)
         return _block(layer, config, hidden_RWD, mix_linear, execution, router, input_RWP)
 
     matrix_CNU = weights.get("key_value")
@@ -82,25 +74,8 @@ def layer_rows(
         else:
             keys, values = all_heads(matrix_CNU, exchange.gathered(key_RWKH), exchange.gathered(value_RWKH))
             exchanged = exchange.made(keys), exchange.made(values)
-        arrays = exchange.queries(query_RWNH), *exchanged
-        scores, inside = exchange.score_mod(score_mod), exchange.inside
-        if isinstance(seen, SharedTokens):
-            mixed_RWNH = attend_shared_tokens(*arrays, seen, scores)
-        elif isinstance(seen, SharedPrefix):
-            mixed_RWNH = attend_shared_prefix(*arrays, seen, scores, execution=inside)
-        elif isinstance(seen, Chunk) and execution.cache_ways > 1:
-            mixed_RWNH = attend_shared_chunk(
-                *arrays, seen, scores, expansion=(matrix_CNU, all_heads), execution=execution
-            )
-        elif isinstance(seen, Chunk):
-            chunk, tokens = seen, input_RWD.shape[1]
-            mixed_RWNH = attend_chunk(
-                *arrays, lambda at: all_heads(matrix_CNU, *chunk.before(at, tokens=tokens)), chunk.start, scores
-            )
-        elif isinstance(seen, BothWays):
-            mixed_RWNH = attend(*arrays, seen.segment_RW, replace(scores, block_RW=seen.block_RW), execution=inside)
-        else:
-            mixed_RWNH = attend(*arrays, seen, scores, execution=inside)
+        heads = Heads(exchange.queries(query_RWNH), *exchanged, (matrix_CNU, all_heads))
+        mixed_RWNH = mask.attend(heads, exchange.score_mod(score_mod), exchange.inside)
         return _gated(exchange.back(mixed_RWNH), gate_RWNH), made
 
     return _block(layer, config, hidden_RWD, mix, execution, router, input_RWP)
@@ -117,7 +92,7 @@ def _linear_rows(
     weights: Params,
     config: ModelConfig,
     linear: LinearAttention,
-    seen: Array | SharedPrefix | Chunk,
+    mask: AttentionMask,
     execution: Execution,
     input_RWD: Array,
 ) -> tuple[Array, LayerState | None]:
@@ -125,16 +100,7 @@ def _linear_rows(
     exchange = HeadExchange(execution, linear.key_heads)
     projected = Projected(*map(exchange.keys, linear_attention.project(linear, weights, input_RWD)))
     mixing = jax.tree.map(exchange.weights, linear_attention.mixer_weights(linear, weights))
-    if isinstance(seen, SharedPrefix):
-        mixer, state = linear_attention.StateMixer(linear), None
-        mixed_RWKGU = over_sequences(mixer, tuple(projected), mixing, None, seen)
-    elif isinstance(seen, Chunk):
-        real_RW = seen.real(input_RWD.shape[1])
-        segment_RW = jnp.ones(real_RW.shape, jnp.int32)
-        rows = projected, mixing, segment_RW, real_RW, seen.state()
-        mixed_RWKGU, state = linear_attention.mix_rows(linear, *rows)
-    else:
-        mixed_RWKGU, state = linear_attention.mix_rows(linear, projected, mixing, seen, seen > 0)
+    mixed_RWKGU, state = mask.mix_states(linear, projected, mixing)
     kept = None if state is None else state.turned()
     return linear_attention.gated_output(weights, config, input_RWD, exchange.back(mixed_RWKGU)), kept
 

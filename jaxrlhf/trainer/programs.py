@@ -39,13 +39,13 @@ from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.episode import EpisodeRecord
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.from_config import model_config
-from jaxrlhf.models.huggingface.config import write_fields
+from jaxrlhf.models.huggingface.config import read_fields, write_fields
 from jaxrlhf.planner.apply import planned_config
 from jaxrlhf.planner.compiled import CompiledProgram, compile_programs
 from jaxrlhf.planner.cost.programs import ExpectedPrograms
 from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem
 from jaxrlhf.planner.problem import judges_of
-from jaxrlhf.planner.shapes import shape_of
+from jaxrlhf.planner.shapes import SHAPES, shape_of
 from jaxrlhf.planner.topology import compiler_options
 from jaxrlhf.rewards.parts import ENVIRONMENT, part_names
 from jaxrlhf.sharding.described import lowering_for
@@ -154,7 +154,7 @@ def lower_plan(
 def described(config: Config, folder: Path) -> Config:
     """Replace each checkpoint of the configuration by a folder with a config.json and no weights.
 
-    The config.json is written from the checkpoint's shape, found by `shape_of`.
+    The config.json is the checkpoint's own, or written from a built-in shape.
 
     Raises:
       Refusal: The shape of a checkpoint cannot be found.
@@ -166,7 +166,7 @@ def described(config: Config, folder: Path) -> Config:
             paths[path] = str(folder / f"checkpoint_{len(paths)}")
             model, _ = shape_of(path)
             Path(paths[path]).mkdir()
-            fields = write_fields(model, "lm", dtype="bfloat16")
+            fields = write_fields(model, "lm", dtype="bfloat16") if path in SHAPES else read_fields(path)
             Path(paths[path], "config.json").write_text(json.dumps(fields), encoding="utf-8")
         return paths[path]
 

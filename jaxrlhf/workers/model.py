@@ -23,7 +23,7 @@ from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.decoder import HiddenStates, hidden_states
 from jaxrlhf.models.execution import Execution
-from jaxrlhf.models.heads import chunk_tokens, likeliest_tokens, token_logp, values
+from jaxrlhf.models.heads import chunk_tokens, token_logp, values
 from jaxrlhf.models.lora.lora import adapted
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs
 from jaxrlhf.models.pipeline import pipeline_over
@@ -267,7 +267,7 @@ class ModelWorker:
         }
         if likeliest:
             among_V = np.ones(self.config.vocab_size, bool) if self.likeliest_among is None else self.likeliest_among
-            return likeliest_tokens(*tokens, among_V=jnp.asarray(among_V), **how)
+            return token_logp(*tokens, among_V=jnp.asarray(among_V), **how)
         return token_logp(*tokens, entropy=entropy, named_RWK=named_RWK, **how)
 
     def _on_mesh(self, tree: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from tiny_models import DECODER
 
 from jaxrlhf.config import load_module
-from jaxrlhf.models.heads import likeliest_tokens, token_logp
+from jaxrlhf.models.heads import token_logp
 
 by_logits = load_module("logit_distillation")
 event_divergence, span_objective = by_logits.event_divergence, by_logits.span_objective
@@ -23,7 +23,7 @@ MOST = 3
 """Named tokens that the golden numbers are of."""
 
 
-def read(reading, logits, ids, **more):
+def read(logits, ids, **more):
     """Reading of tokens behind one without a logit, by a head whose hidden states are logits; `[1, W]` and wider."""
     logits, width = np.asarray(logits, np.float32), len(ids) + 1
     config = replace(DECODER, vocab_size=logits.shape[1], hidden_size=logits.shape[1], tie_embeddings=False)
@@ -31,7 +31,7 @@ def read(reading, logits, ids, **more):
     hidden_RWD = np.concatenate([logits, np.zeros_like(logits[:1])])[None]
     wanted_RW = np.arange(width)[None] > 0
     table_VD = jnp.eye(logits.shape[1])
-    run = jax.jit(lambda hidden_RWD: reading({"head": table_VD}, config, hidden_RWD, token_RW, wanted_RW, **more))
+    run = jax.jit(lambda hidden_RWD: token_logp({"head": table_VD}, config, hidden_RWD, token_RW, wanted_RW, **more))
     return run, hidden_RWD, wanted_RW
 
 
@@ -40,7 +40,7 @@ def of_teacher():
     logits = np.asarray(GOLDEN["teacher_logits"])
     own_id = dict(GOLDEN["pairs"])
     among_V = np.isin(np.arange(logits.shape[1]), [*own_id])
-    run, hidden, _ = read(likeliest_tokens, logits, GOLDEN["teacher_ids"], among_V=jnp.asarray(among_V))
+    run, hidden, _ = read(logits, GOLDEN["teacher_ids"], among_V=jnp.asarray(among_V))
     output = run(hidden)
     logp, names, named = (np.asarray(array)[0, 1:] for array in (output.logp, output.names, output.named))
     names, named = names[:, :MOST], named[:, :MOST]
@@ -66,9 +66,8 @@ def test_a_span_is_compared_as_trl_compares_merged_probabilities(beta):
             fields["named"][0, last, kept] = GOLDEN["names"][number]
             fields["teacher_named"][0, last, kept] = named[number][kept]
     settings = LogitDistillation(beta=beta, named=MOST)
-    run, hidden, mask = read(
-        token_logp, GOLDEN["student_logits"], ids, named_RWK=jnp.asarray(fields["named"], jnp.int32), chunk_tokens=3
-    )
+    named_RWK = jnp.asarray(fields["named"], jnp.int32)
+    run, hidden, mask = read(GOLDEN["student_logits"], ids, named_RWK=named_RWK, chunk_tokens=3)
 
     def loss(hidden_RWD):
         terms = span_objective(run(hidden_RWD), mask, jnp.ones((1, width)), fields, settings)

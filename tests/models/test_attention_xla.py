@@ -1,4 +1,4 @@
-"""Attention in blocks and tiles against a loop over queries, and against all pairs at once."""
+"""Attention in blocks and tiles against all pairs at once."""
 
 import functools
 from dataclasses import replace
@@ -11,20 +11,7 @@ from compiled import to_read
 
 from jaxrlhf.models.attention import attention_xla
 from jaxrlhf.models.attention.chunks import attend_chunk
-from jaxrlhf.models.attention.score_mod import ScoreMod, SharedTokens
-
-
-def by_query(query_RWNH, key_RWKH, value_RWKH, segment_RW):
-    """Every query by itself, in float64."""
-    rows, width, heads, head_dim = query_RWNH.shape
-    group = heads // key_RWKH.shape[2]
-    out = np.zeros(query_RWNH.shape)
-    for row, at, head in np.ndindex(rows, width, heads):
-        seen = [s for s in range(at + 1) if segment_RW[row, s] == segment_RW[row, at]]
-        logit = key_RWKH[row, seen, head // group] @ query_RWNH[row, at, head] / np.sqrt(head_dim)
-        weight = np.exp(logit - logit.max())
-        out[row, at, head] = weight @ value_RWKH[row, seen, head // group] / weight.sum()
-    return out
+from jaxrlhf.models.attention.score_mod import ScoreMod
 
 
 def random_rows(width):
@@ -33,14 +20,6 @@ def random_rows(width):
     segment = np.sort(draw.integers(1, 4, size=(2, width)), axis=1)
     segment[1, -width // 3 :] = 0  # padding
     return query, key, value, segment
-
-
-@pytest.mark.parametrize("width", [5, 65])
-def test_blocks_compute_what_single_queries_do(width):
-    rows = random_rows(width)
-    arrays = [jnp.asarray(array, jnp.float32) for array in rows[:3]]
-    blocks = jax.jit(attention_xla.attend_blocks)(*arrays, jnp.asarray(rows[3]))
-    np.testing.assert_allclose(blocks, by_query(*rows), rtol=1e-5, atol=1e-5)
 
 
 def as_one_chunk(query, key, value, segment):
@@ -64,7 +43,7 @@ IMAGES = np.array([0] * 20 + [1] * 30 + [0] * 40 + [2] * 10 + [0] * 50)
 SINKS = jnp.asarray([0.3, -1.0, 2.0, 0.0])
 
 
-def as_written(query_RWNH, key_RWKH, value_RWKU, segment_RW, score_mod):
+def as_written(query_RWNH, key_RWKH, value_RWKU, segment_RW, score_mod, image_RW=None):
     """The softmax over all pairs of a row, with a mask as long as it in both directions."""
     rows, width, heads, head_dim = query_RWNH.shape
     key_RWNH, value_RWNU = (jnp.repeat(array, heads // array.shape[2], axis=2) for array in (key_RWKH, value_RWKU))
@@ -73,8 +52,7 @@ def as_written(query_RWNH, key_RWKH, value_RWKU, segment_RW, score_mod):
         score_RNWS = score_mod.soft_cap * jnp.tanh(score_RNWS / score_mod.soft_cap)
     ago_WS = np.arange(width)[:, None] - np.arange(width)
     seen_RWS = np.broadcast_to(ago_WS >= 0, (rows, width, width))
-    if score_mod.block_RW is not None:
-        image_RW = score_mod.block_RW
+    if image_RW is not None:
         seen_RWS = seen_RWS | (image_RW[:, :, None] == image_RW[:, None]) & (image_RW[:, :, None] > 0)
     if score_mod.window is not None:
         everywhere = False if score_mod.slides is None else ~score_mod.slides
@@ -90,11 +68,12 @@ def as_written(query_RWNH, key_RWKH, value_RWKU, segment_RW, score_mod):
 
 IMAGES_RW = jnp.asarray(np.stack([IMAGES, np.roll(IMAGES, 7)]), jnp.int32)
 SCORES = {
+    "plain": [ScoreMod()],
     "capped": [ScoreMod(divisor=3.0, soft_cap=1.5)],
     "window": [ScoreMod(window=20)],
     "flag": [ScoreMod(window=40, slides=jnp.asarray(slides), sink_N=SINKS) for slides in (True, False)],
-    "images": [ScoreMod(block_RW=IMAGES_RW)],
-    "everything": [ScoreMod(window=20, sink_N=SINKS, block_RW=IMAGES_RW)],
+    "images": [ScoreMod()],
+    "images and everything": [ScoreMod(window=20, sink_N=SINKS)],
 }
 
 
@@ -104,9 +83,11 @@ def values_and_gradients(attend, name):
     query, key, value = (jnp.asarray(array, jnp.float32) for array in rows)
     arrays = 2 * query, key, jnp.concatenate([value, value**2], axis=-1)
 
+    image_RW = IMAGES_RW if "images" in name else None
+    segment_RW = jnp.asarray(segment) if image_RW is None else jnp.where(image_RW > 0, 1, segment)
+
     def total(query, key, value, sink_N, score_mod):
-        segment_RW = segment if score_mod.block_RW is None else jnp.where(score_mod.block_RW > 0, 1, segment)
-        out = attend(query, key, value, jnp.asarray(segment_RW), replace(score_mod, sink_N=sink_N))
+        out = attend(query, key, value, segment_RW, replace(score_mod, sink_N=sink_N), image_RW)
         return jnp.sum(out**3), out
 
     of = (0, 1, 2) if SCORES[name][0].sink_N is None else (0, 1, 2, 3)
@@ -130,9 +111,10 @@ def test_values_and_gradients_are_those_of_the_softmax_as_written(monkeypatch, n
             np.testing.assert_allclose(gradient, other, rtol=1e-4, atol=1e-4)
 
 
-def visited(segment_RW, score_mod):
+def visited(segment_RW, score_mod, own_RW=None):
     """First query and first key of each visited tile."""
-    query_V, key_V, count = attention_xla._visits(segment_RW, score_mod, 16)
+    places = attention_xla._Places(segment_RW, own_RS=own_RW)
+    query_V, key_V, count = attention_xla._visits(places, score_mod, 16)
     return sorted(zip(query_V[:count].tolist(), key_V[:count].tolist(), strict=True))
 
 
@@ -171,8 +153,7 @@ def test_tiles_of_other_responses_to_a_prompt_are_not_computed(groups):
         for k in range(q + 1):
             if group_W[q] == group_W[k] > 0 and own_W[k] in (0, own_W[q]):
                 seen.add((q // 16, k // 16))
-    shared = SharedTokens(group_W[None], own_W[None], np.zeros((1, 160), np.int32))
-    assert visited(shared, ScoreMod()) == sorted((16 * q, 16 * k) for q, k in seen)
+    assert visited(group_W[None], ScoreMod(), own_W[None]) == sorted((16 * q, 16 * k) for q, k in seen)
 
 
 def test_memory_of_a_long_row_grows_with_the_row():

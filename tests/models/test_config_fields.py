@@ -293,8 +293,8 @@ def refused(directory, fields, change):
         (GEMMA3 | {"rope_scaling": _LINEAR}, {"rope_parameters": {"full_attention": _LINEAR | {"factor": 4.0}}}),
         (GPT_OSS_20B, {"rope_scaling": None}),
         (OLMO2, {"attention_bias": True}),
+        (LLAMA2, {"mlp_bias": True}),
         (OLMO2, {"clip_qkv": 8.0}),
-        (PHI4, {"lm_head_bias": True}),
         (PHI4_MINI, {"rope_scaling": {"short_factor": [1.0] * 48, "type": "longrope"}}),
         (PHI4, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
         (MISTRAL, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "ntk": 3.0}}),
@@ -304,7 +304,6 @@ def refused(directory, fields, change):
         (DEEPSEEK_V2_LITE, {"scoring_func": "sigmoid"}),
         (DEEPSEEK_V2_LITE, {"norm_topk_prob": True}),
         (DEEPSEEK_V2_LITE, {"hidden_act": "gelu_pytorch_tanh"}),
-        (DEEPSEEK_V2_LITE, {"quantization_config": {"quant_method": "gptq"}}),
     ],
     ids=lambda fields: "" if len(fields) > 1 else next(iter(fields)),
 )

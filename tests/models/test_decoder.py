@@ -45,13 +45,6 @@ def hidden(params, rows, dtype=jnp.float32):
     return models.hidden_states(params, CONFIG, *rows, execution=models.Execution(dtype)).hidden_RWD
 
 
-def test_every_dimension_has_a_name():
-    dims = models.param_dims(CONFIG, "lm")
-    assert dims["layers"]["attention"]["query"] == ("layers", "embed", "heads", "head_dim")
-    for param in jax.tree.leaves(models.declare(CONFIG, "lm")):
-        assert len(param.shape) == len(param.dims)
-
-
 def test_initial_parameters():
     config = replace(CONFIG, num_layers=1)
     params = jax.jit(functools.partial(models.init_params, config, "value"))(jax.random.key(0))

@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_checkpoints import build, write
 from tiny_models import DECODER, close, drawn
 
 from jaxrlhf import models
-from jaxrlhf.models.attention.shared_prefix import AttentionRows, SharedPrefix
 from jaxrlhf.models.config import Experts, LatentAttention, LinearRope, YarnRope
 from jaxrlhf.models.kernels import cpu
 from jaxrlhf.sharding.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
@@ -156,50 +154,6 @@ def test_decoding_through_the_caches_of_two_stages_is_the_full_forward(transpose
     run = jax.jit(functools.partial(through_the_cache, execution=models.Execution(pipeline=pipeline)))
     found = run(jax.device_put(params, layout), jax.device_put(token_RW, NamedSharding(mesh, PartitionSpec())))
     close(found, models.logits(params, GEMMA, hidden_RWD)[:, 3:])
-
-
-def test_windows_count_in_sequences_that_share_their_prompt():
-    """Two responses of 6 tokens to one prompt of 6 in a row: as if each had the prompt before it."""
-    params, token_W = drawn(GEMMA), tokens()[0]
-    prompt, first, second = np.arange(18).reshape(3, 6)
-    each = np.array([np.concatenate([prompt, first]), np.concatenate([prompt, second])])
-    position_1W = np.concatenate([np.arange(12), 6 + np.arange(6)])[None].astype(np.int32)
-    is_primary = np.concatenate([np.arange(12) >= 0, np.arange(12) >= 6])[None, None]
-    segment = np.repeat([1, 2], 12)[None, None]
-    shared_prefix = SharedPrefix(
-        (AttentionRows(each.reshape(1, 1, -1).astype(np.int32), segment, is_primary, np.ones(1, np.int32)),)
-    )
-    shared_1WD = jax.jit(models.hidden_states, static_argnums=1)(
-        params, GEMMA, token_W[None], position_1W, np.ones_like(position_1W), shared_prefix=shared_prefix
-    )
-    close(np.asarray(shared_1WD.hidden_RWD)[0, each], hidden_states(params, GEMMA, token_W[each]))
-
-
-def test_a_window_hides_what_is_before_it():
-    """Of the last token in a model of one layer, exactly the tokens outside of the window do not matter."""
-    config = dataclasses.replace(GEMMA, num_layers=1, sliding_layers=())
-    token_RW = np.tile(tokens()[0], (WIDTH, 1))
-    token_RW[np.arange(WIDTH), np.arange(WIDTH)] = 95  # row t has another token t
-    token_RW[0, 0] = tokens()[0, 0]  # but the first, which is out of the last one's sight
-    last_RD = np.asarray(hidden_states(drawn(config), config, token_RW))[:, -1]
-    moved_R = np.abs(last_RD - last_RD[:1]).max(axis=1) > 1e-4
-    assert moved_R.tolist() == [False] * (WIDTH - 4) + [True] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["phi3", "deepseek-v3"])
-def test_every_device_reads_its_part_of_shared_tensors_and_of_first_layers(kind, tmp_path):
-    source = write(tmp_path, build(kind))
-    config = models.read_config(source)
-    whole = models.load_params(source, config, "lm")
-    mesh = mesh_of({"fsdp": 2, "tensor": 2}, jax.devices()[:4])
-    layout = shardings(mesh, models.param_dims(config, "lm"), TRAIN)
-
-    def same(leaf, expected):
-        for shard in leaf.addressable_shards:
-            np.testing.assert_array_equal(shard.data, np.asarray(expected)[shard.index])
-
-    jax.tree.map(same, models.load_params(source, config, "lm", layout), whole)
 
 
 def test_layers_of_two_kinds_are_not_divided_over_stages():

@@ -4,11 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import sharp
 
-from jaxrlhf import models
 from jaxrlhf.models import linear
-from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.kernels import cpu
 
 WIDE, LARGE = 512, 1024
@@ -67,44 +64,3 @@ def test_a_product_and_its_gradients_are_those_of_numpy_on_every_backend(backend
     np.testing.assert_allclose(linear.transposed_product(tokens, tokens, jnp.float32), tokens.T @ tokens, atol=1e-5)
     prepared = linear.few_rows_layout(jnp.asarray(weight))
     np.testing.assert_allclose(linear.project(jnp.asarray(tokens), prepared), found, atol=1e-5)
-
-
-def test_a_wide_model_decodes_what_its_whole_sequences_say():
-    config = ModelConfig(
-        family="qwen2",
-        vocab_size=48,
-        hidden_size=WIDE,
-        intermediate_size=LARGE + 32,
-        num_layers=2,
-        num_heads=16,
-        num_kv_heads=2,
-        head_dim=64,
-        qkv_bias=True,
-        tie_embeddings=True,
-    )
-    params = sharp(config, deviation=0.05)
-    layers = jax.jit(lambda params: models.unstack_layers(params, config))(params)
-    kinds = [type(weight) for weight in (*layers[0]["attention"].values(), *layers[0]["mlp"].values())]
-    assert kinds.count(cpu.Transposed) == 5  # queries with keys and values, output, gate, up, down
-    token_RW = np.random.default_rng(0).integers(0, 48, (2, 7), dtype=np.int32)
-    position_RW = np.tile(np.arange(7, dtype=np.int32), (2, 1))
-
-    @jax.jit
-    def whole(params):
-        hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, np.ones_like(token_RW)).hidden_RWD
-        return hidden_RWD @ params["embed"].T
-
-    @jax.jit
-    def one_by_one(layers, params):
-        cache = models.empty_cache(config, slots=2, capacity=8)
-
-        def step(cache, place):
-            hidden_BD, cache, _ = models.decode(
-                layers, params, config, jnp.asarray(token_RW)[:, place], jnp.full(2, place), cache
-            )
-            return cache, models.logits(params, config, hidden_BD)
-
-        return jnp.moveaxis(jax.lax.scan(step, cache, jnp.arange(7))[1], 0, 1)
-
-    expected = whole(params)
-    np.testing.assert_allclose(one_by_one(layers, params), expected, rtol=0, atol=1e-5 * np.abs(expected).max())

@@ -9,9 +9,10 @@ import pytest
 
 from jaxrlhf.batch import Sequences
 from jaxrlhf.batching.packing import Packing
-from jaxrlhf.models.attention.attention_xla import attend_shared_tokens
-from jaxrlhf.models.attention.score_mod import ScoreMod, SharedTokens
-from jaxrlhf.models.attention.shared_prefix import ATTENDED, AttentionRows, SharedPrefix, attend_shared_prefix
+from jaxrlhf.models.attention.attention_xla import SharedTokens
+from jaxrlhf.models.attention.mask import Heads
+from jaxrlhf.models.attention.score_mod import ScoreMod
+from jaxrlhf.models.attention.shared_prefix import ATTENDED, AttentionRows, SharedPrefix
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -64,8 +65,7 @@ def both(arrays, weight, shared, place_BS, *, window=None):
     inside_BS = place_BS < weight.shape[1]
 
     def ours(*arrays):
-        attend = attend_shared_prefix if isinstance(shared, SharedPrefix) else attend_shared_tokens
-        return attend(*arrays, shared, ScoreMod(window=window))
+        return shared.attend(Heads(*arrays), ScoreMod(window=window))
 
     def expected(*arrays):
         mixed = naive_rows(*arrays, place_BS, inside_BS, window or 10**6)
@@ -114,14 +114,14 @@ def test_rows_that_are_not_used_are_not_computed() -> None:
     rows = next(Packing(responses(2), rows=14, row_tokens=384).rows())
     narrow, wide = rows.shared_prefix.parts
     arrays = [np.ones((1, rows.token_RW.shape[1], heads, WIDTH), np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    run = jax.jit(attend_shared_prefix)
-    both = run(*arrays, rows.shared_prefix)
+    run = jax.jit(lambda shared: shared.attend(Heads(*arrays)))
+    both = run(rows.shared_prefix)
     np.testing.assert_allclose(both[rows.segment_RW > 0], 1, rtol=1e-6)
     assert not both[rows.segment_RW == 0].any()
     none = SharedPrefix((narrow, wide._replace(used_R=np.zeros(1, np.int32))))
     told_W = np.zeros(rows.token_RW.shape[1], bool)
     told_W[narrow.source_RAS[0][narrow.is_primary_RAS[0]]] = True
-    assert not np.asarray(run(*arrays, none))[0, ~told_W].any() and told_W.any()
+    assert not np.asarray(run(none))[0, ~told_W].any() and told_W.any()
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_layers_that_are_computed_again_do_not_attend_again() -> None:
 
     def loops(**policy):
         def layer(array, factor, shared_prefix):
-            return jnp.sin(attend_shared_prefix(factor * array, array, array, shared_prefix)), None
+            return jnp.sin(shared_prefix.attend(Heads(factor * array, array, array))), None
 
         def total(array, factor_L, shared_prefix):
             body = jax.checkpoint(lambda *carry: layer(*carry, shared_prefix), prevent_cse=False, **policy)

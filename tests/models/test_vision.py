@@ -128,15 +128,16 @@ def test_prefill_and_decoding(checkpoint, chunk_tokens):
 
 @every_kind
 def test_exports(checkpoint, tmp_path):
-    """Transformers loads what is written, and with the source beside it the files are the same."""
-    models.save_params(checkpoint.params, checkpoint.config, tmp_path / "new")
-    found = getattr(transformers, type(checkpoint.model).__name__).from_pretrained(tmp_path / "new")
-    expected = checkpoint.model.state_dict()
-    assert found.state_dict().keys() == expected.keys()
-    assert all(torch.equal(weight, expected[name]) for name, weight in found.state_dict().items())
-    assert models.read_config(tmp_path / "new", vision=True) == checkpoint.config
+    """The files are those of the source; without it, transformers loads what is written for a tower from scratch."""
     models.save_params(checkpoint.params, checkpoint.config, tmp_path / "same", source=checkpoint.directory)
     before, after = (load_file(path / "model.safetensors") for path in (checkpoint.directory, tmp_path / "same"))
+    if checkpoint.kind == "qwen2.5-vl":
+        models.save_params(checkpoint.params, checkpoint.config, tmp_path / "new")
+        found = getattr(transformers, type(checkpoint.model).__name__).from_pretrained(tmp_path / "new").state_dict()
+        expected = checkpoint.model.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
+        assert models.read_config(tmp_path / "new", vision=True) == checkpoint.config
     assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
 
 

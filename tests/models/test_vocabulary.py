@@ -137,11 +137,6 @@ def test_random_tables_end_in_zeros():
     assert drawn[:97].all() and not drawn[97:].any()
 
 
-@pytest.mark.parametrize("tokens", [32_000, 32_064, 128_256, 151_936, 262_208])
-def test_published_vocabularies_need_no_padding(tokens):
-    assert models.param_shapes(small(tokens), "lm")["embed"].shape[0] == tokens
-
-
 def test_ids_beyond_the_embedding_are_refused_however_few_tokens_there_are(refused):
     words = Tokenizer(WordLevel({"a": 0, "</s>": VOCAB}, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")

@@ -34,7 +34,7 @@ from jaxrlhf.dataflows import grpo
 from jaxrlhf.dataflows.collect import responses
 from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.models.attention import attention_xla
-from jaxrlhf.models.attention.score_mod import SharedTokens
+from jaxrlhf.models.attention.attention_xla import SharedTokens
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.pool_roles import stop_tokens

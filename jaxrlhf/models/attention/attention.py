@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,35 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention_xla import attend_blocks
+from jaxrlhf.models.attention.linear_attention import MixerWeights, Projected, mix_rows
+from jaxrlhf.models.attention.mask import Heads, Mixed
 from jaxrlhf.models.attention.rings import seen_in_ring
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bias
 from jaxrlhf.models.attention.softmax_parts import Parts, joined, of_devices, part_of, seen_of_device, sinks_part
+from jaxrlhf.models.config import LinearAttention
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
+
+
+class Segments(NamedTuple):
+    """Causal mask of packed rows with one sequence in each segment.
+
+    Attributes:
+      segment_RW: int32, number of the token's segment, from 1; 0 is padding.
+      image_RW: int32, number of the token's image, from 1; 0 is text. Tokens of one image see each other in both
+        directions. None is causal in images too.
+    """
+
+    segment_RW: Array
+    image_RW: Array | None = None
+
+    def attend(self, heads: Heads, score_mod: ScoreMod = PLAIN, execution: Execution = ONE_DEVICE) -> Array:
+        """Compute attention inside each segment; see `attend`."""
+        return attend(*heads[:3], self.segment_RW, score_mod, image_RW=self.image_RW, execution=execution)
+
+    def mix_states(self, linear: LinearAttention, projected: Projected, weights: MixerWeights) -> Mixed:
+        """Compute linear attention inside each segment, and the states after each row's last token."""
+        assert self.image_RW is None, "layers with states support only causal attention"
+        return mix_rows(linear, projected, weights, self.segment_RW, self.segment_RW > 0)
 
 
 def attend(
@@ -30,6 +55,7 @@ def attend(
     segment_RW: Int[Array, "R W"],
     score_mod: ScoreMod = PLAIN,
     *,
+    image_RW: Int[Array, "R W"] | None = None,
     execution: Execution = ONE_DEVICE,
 ) -> Float[Array, "R W N U"]:
     """Compute causal attention inside each segment of a row; softmax in float32.
@@ -38,16 +64,20 @@ def attend(
 
     or with other scores, and inside a window (`ScoreMod`). Padding is segment 0 and sees only padding, so no row of
     the softmax is empty. The tokens of a segment are contiguous, so windows count in the segment's own positions.
+
+    Args:
+      image_RW: See `Segments`; only the `xla` kernel supports images.
     """
-    kernel = ROWS[execution.rows_kernel]
+    if execution.rows_kernel == "xla":
+        return attend_blocks(query_RWNH, key_RWKH, value_RWKU, segment_RW, score_mod, image_RW)
+    assert image_RW is None, "kernels support only causal attention"
+    # Kernels support only one width for queries, keys and values.
     value_dim = value_RWKU.shape[-1]
-    if execution.rows_kernel != "xla":
-        # Kernels support only one width for queries, keys and values.
-        padding = query_RWNH.shape[-1] - value_dim
-        value_RWKU = jnp.pad(value_RWKU, ((0, 0), (0, 0), (0, 0), (0, padding)))
-        row = PartitionSpec(execution.row_axes)
-        head = PartitionSpec(execution.row_axes, None, execution.head_axes)
-        kernel = _on_devices(kernel, (head, head, head, row), head, execution)
+    padding = query_RWNH.shape[-1] - value_dim
+    value_RWKU = jnp.pad(value_RWKU, ((0, 0), (0, 0), (0, 0), (0, padding)))
+    row = PartitionSpec(execution.row_axes)
+    head = PartitionSpec(execution.row_axes, None, execution.head_axes)
+    kernel = _on_devices(ROWS[execution.rows_kernel], (head, head, head, row), head, execution)
     return kernel(query_RWNH, key_RWKH, value_RWKU, segment_RW, score_mod)[..., :value_dim]
 
 
@@ -109,11 +139,10 @@ def _attend_shared(
 def _on_devices(
     kernel: Callable[..., Any], in_specs: tuple[PartitionSpec, ...], out_spec: PartitionSpec, execution: Execution
 ) -> Callable[..., Any]:
-    """Wrap a causal attention kernel so that every device runs it on its part of the arrays and the sinks."""
+    """Wrap an attention kernel so that every device runs it on its part of the arrays and the sinks."""
 
     def on_devices(*given: Any) -> Any:
         *arrays, score_mod = given
-        assert score_mod.block_RW is None, "kernels support only causal attention"
 
         def run(slides, sink_N, *arrays):
             return kernel(*arrays, replace(score_mod, slides=slides, sink_N=sink_N))

@@ -24,7 +24,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, SharedTokens, mask_bias, pad_positions
+from jaxrlhf.models.attention.linear_attention import MixerWeights, Projected
+from jaxrlhf.models.attention.mask import Heads, Mixed
+from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bias, pad_positions
+from jaxrlhf.models.config import LinearAttention
+from jaxrlhf.models.execution import ONE_DEVICE, Execution
 
 ATTENDED = "attended"
 """Checkpoint name of outputs of attention. Rematerialization keeps them, so that no loop over tiles runs again."""
@@ -40,23 +44,28 @@ smaller tiles skip more keys of other sequences."""
 
 
 def attend_blocks(
-    query_RWNH: Array, key_RWKH: Array, value_RWKU: Array, segment_RW: Array, score_mod: ScoreMod = PLAIN
+    query_RWNH: Array,
+    key_RWKH: Array,
+    value_RWKU: Array,
+    segment_RW: Array,
+    score_mod: ScoreMod = PLAIN,
+    image_RW: Array | None = None,
 ) -> Array:
     """Compute attention of packed rows, with the arguments of `attention.attend`; values may have a different width."""
     rows, width, heads, head_dim = query_RWNH.shape
     kv_heads = key_RWKH.shape[2]
     query_RWKGH = score_mod.divided(query_RWNH).reshape(rows, width, kv_heads, -1, head_dim)
+    places = _Places(segment_RW, image_RS=image_RW)
     if width >= LONG_ROW:
-        mixed_RWKGU = _attend_tiles(query_RWKGH, key_RWKH, value_RWKU, segment_RW, score_mod, tile=TILE)
+        mixed_RWKGU = _attend_tiles(query_RWKGH, key_RWKH, value_RWKU, places, score_mod, tile=TILE)
         return mixed_RWKGU.reshape(rows, width, heads, -1)
     query_RKGWH = jnp.transpose(query_RWKGH, (0, 2, 3, 1, 4))
     # Both products then stream through contiguous memory.
     key_RKHW, value_RKWU = jnp.transpose(key_RWKH, (0, 2, 3, 1)), jnp.transpose(value_RWKU, (0, 2, 1, 3))
-    places = _places(segment_RW, score_mod)
-    mixed = []
+    places, mixed = places.numbered(), []
     for start, end in _blocks(width):
         first = 0 if score_mod.window is None or score_mod.slides is not None else max(0, start - score_mod.window + 1)
-        last = end if score_mod.block_RW is None else width
+        last = end if image_RW is None else width
         mixed.append(
             _block(
                 query_RKGWH[:, :, :, start:end],
@@ -71,17 +80,34 @@ def attend_blocks(
     return mixed_RWKGU.reshape(rows, width, heads, -1)
 
 
-def attend_shared_tokens(
-    query_RWNH: Array, key_RWKH: Array, value_RWKU: Array, shared: SharedTokens, score_mod: ScoreMod = PLAIN
-) -> Array:
-    """Compute attention of packed rows whose sequences share prompts, in place: a shared prompt attends only once.
+class SharedTokens(NamedTuple):
+    """Packed rows in which sequences share the tokens of their prompt; shared tokens come before unshared tokens.
 
-    A tile of scores is computed if one of its queries may see one of its keys.
+    Attributes:
+      group_RW: int32, number of the prompt that a token belongs to, from 1; 0 is padding.
+      own_RW: int32, number of the only sequence with the token, from 1; 0 is shared by all sequences of the prompt.
+      position_RW: int32, position of a token in its sequences.
     """
-    rows, width, heads, head_dim = query_RWNH.shape
-    query_RWKGH = score_mod.divided(query_RWNH).reshape(rows, width, key_RWKH.shape[2], -1, head_dim)
-    mixed_RWKGU = _attend_tiles(query_RWKGH, key_RWKH, value_RWKU, shared, score_mod, tile=SHARED_TILE)
-    return mixed_RWKGU.reshape(rows, width, heads, -1)
+
+    group_RW: Array
+    own_RW: Array
+    position_RW: Array
+
+    def attend(self, heads: Heads, score_mod: ScoreMod = PLAIN, execution: Execution = ONE_DEVICE) -> Array:
+        """Compute attention in the packed rows, where a shared prompt attends only once.
+
+        A tile of scores is computed if one of its queries may see one of its keys.
+        """
+        query_RWNH, key_RWKH, value_RWKU, _ = heads
+        rows, width, count, head_dim = query_RWNH.shape
+        query_RWKGH = score_mod.divided(query_RWNH).reshape(rows, width, key_RWKH.shape[2], -1, head_dim)
+        places = _Places(self.group_RW, place_RS=self.position_RW, own_RS=self.own_RW)
+        mixed_RWKGU = _attend_tiles(query_RWKGH, key_RWKH, value_RWKU, places, score_mod, tile=SHARED_TILE)
+        return mixed_RWKGU.reshape(rows, width, count, -1)
+
+    def mix_states(self, linear: LinearAttention, projected: Projected, weights: MixerWeights) -> Mixed:
+        """Raise `AssertionError`: a state reads each sequence whole."""
+        raise AssertionError("layers with states support only whole sequences; pass a SharedPrefix")
 
 
 def _blocks(width: int) -> list[tuple[int, int]]:
@@ -91,19 +117,23 @@ def _blocks(width: int) -> list[tuple[int, int]]:
 
 
 class _Places(NamedTuple):
-    """Positions of queries or keys, with segments and images; `own_RS` is the sequence of an unshared token, or 0."""
+    """Segments of queries or keys, and what else decides which of them see each other.
 
-    place_RS: Array
+    Attributes:
+      place_RS: Position in the sequence; None is the index in the row.
+      image_RS: Number of the token's image, whose tokens see each other in both directions, or 0; None has no images.
+      own_RS: Sequence of an unshared token, or 0; None shares no tokens.
+    """
+
     segment_RS: Array
+    place_RS: Any = None
     image_RS: Array | None = None
     own_RS: Array | None = None
 
-
-def _places(segments: Array | SharedTokens, score_mod: ScoreMod) -> _Places:
-    """Return the places of all tokens of rows."""
-    if isinstance(segments, SharedTokens):
-        return _Places(segments.position_RW, segments.group_RW, own_RS=segments.own_RW)
-    return _Places(jnp.arange(segments.shape[1])[None], segments, score_mod.block_RW)
+    def numbered(self) -> "_Places":
+        """Return the places of whole rows with positions."""
+        place_RS = jnp.arange(self.segment_RS.shape[1])[None] if self.place_RS is None else self.place_RS
+        return self._replace(place_RS=place_RS)
 
 
 def _hidden(queries: _Places, keys: _Places, score_mod: ScoreMod, *, lowest: float) -> Float[Array, "R Q S"]:
@@ -151,21 +181,19 @@ def _attend_tiles(
     query_RWKGH: Array,
     key_RWKH: Array,
     value_RWKU: Array,
-    segments: Array | SharedTokens,
+    places: _Places,
     score_mod: ScoreMod,
     *,
     tile: int,
 ) -> Float[Array, "R W K G U"]:
     """Compute attention of queries that are already divided, one tile of scores at a time."""
     width, kv_heads = query_RWKGH.shape[1], key_RWKH.shape[2]
-    rows, segments, block_RW = pad_positions(
-        ((query_RWKGH, key_RWKH, value_RWKU), segments, score_mod.block_RW), multiple=tile
-    )
+    rows, places = pad_positions(((query_RWKGH, key_RWKH, value_RWKU), places), multiple=tile)
     query_RKGWH = jnp.transpose(rows[0], (0, 2, 3, 1, 4))
     key_RKWH, value_RKWU = (jnp.swapaxes(array, 1, 2) for array in rows[1:])
-    scores = replace(score_mod, sink_N=None, slides=None, block_RW=None)
+    scores = replace(score_mod, sink_N=None, slides=None)
     arrays = (query_RKGWH, key_RKWH, value_RKWU, score_mod.sinks(kv_heads))
-    mixed_RKGWU = _flash(scores, tile, *arrays, segments, score_mod.slides, block_RW)
+    mixed_RKGWU = _flash(scores, tile, *arrays, places, score_mod.slides)
     return jnp.transpose(mixed_RKGWU, (0, 3, 1, 2, 4))[:, :width]
 
 
@@ -175,26 +203,25 @@ def _flash(scores: ScoreMod, tile: int, *arrays: Any) -> Array:
     return _forward(scores, tile, *arrays)[0]
 
 
-def _visits(segments: Array | SharedTokens, scores: ScoreMod, size: int) -> tuple[Array, Array, Array]:
+def _visits(places: _Places, scores: ScoreMod, size: int) -> tuple[Array, Array, Array]:
     """Return the first query and the first key of each visited tile, visited tiles first, and the number of visits.
 
     A tile is visited if some query may see a key. Segments, and sequences that share a prompt, are contiguous. So the
     queries of a tile that see keys before the tile have the tile's first segment, and the first sequence of that
     segment unless a key belongs to the prompt.
     """
-    shared = isinstance(segments, SharedTokens)
-    segment_RW = segments.group_RW if isinstance(segments, SharedTokens) else segments
+    segment_RW, own_RW = places.segment_RS, places.own_RS
     starts = np.arange(0, segment_RW.shape[1], size)
     query, key = (each.ravel() for each in np.meshgrid(starts, starts, indexing="ij"))
-    if scores.block_RW is not None:
+    if places.image_RS is not None:
         return jnp.asarray(query, jnp.int32), jnp.asarray(key, jnp.int32), jnp.int32(len(query))
     before = key <= query
-    if scores.window is not None and scores.slides is None and not shared:
+    if scores.window is not None and scores.slides is None and own_RW is None:
         before &= query - (key + size - 1) < scores.window
     query, key = query[before], key[before]
     first_RV1, inside = segment_RW[:, query, None], key[:, None] + np.arange(size)
-    if isinstance(segments, SharedTokens):
-        own_RVT, first_own_RV1 = segments.own_RW[:, inside], segments.own_RW[:, query, None]
+    if own_RW is not None:
+        own_RVT, first_own_RV1 = own_RW[:, inside], own_RW[:, query, None]
         same_RVT = (segment_RW[:, inside] == first_RV1) & ((own_RVT == 0) | (own_RVT == first_own_RV1))
     else:
         same_RVT = segment_RW[:, inside[:, -1:]] == first_RV1
@@ -248,17 +275,15 @@ def _forward(
     key_RKWH: Array,
     value_RKWU: Array,
     sink_KG: Array | None,
-    segments: Array | SharedTokens,
+    given: _Places,
     slides: Array | None,
-    block_RW: Array | None,
 ) -> tuple[Array, Any]:
     """Compute attention, and the arrays for the backward pass, such as the logarithm of each softmax's denominator.
 
     The arrays of `ScoreMod` are separate arguments; `scores` and `tile`, the size of a tile, are static.
     """
     rows, kv_heads, groups, width, _ = query_RKGWH.shape
-    score_mod = replace(scores, slides=slides, block_RW=block_RW)
-    places = _places(segments, score_mod)
+    score_mod, places = replace(scores, slides=slides), given.numbered()
     slice_of, queries_of = partial(_tile, size=tile), partial(_queries, size=tile)
 
     @_whole
@@ -283,19 +308,19 @@ def _forward(
         total_RKGW1, peak_RKGW1 = zero_RKGW1 + 1, zero_RKGW1 + sink_KG[None, :, :, None, None]
     sums_RKGWU = jnp.zeros((rows, kv_heads, groups, width, value_RKWU.shape[-1]), jnp.float32)
     start = sums_RKGWU, total_RKGW1, peak_RKGW1
-    sums_RKGWU, total_RKGW1, peak_RKGW1 = _over(_visits(segments, score_mod, tile), body, start)
+    sums_RKGWU, total_RKGW1, peak_RKGW1 = _over(_visits(given, score_mod, tile), body, start)
     mixed_RKGWU = checkpoint_name((sums_RKGWU / total_RKGW1).astype(value_RKWU.dtype), ATTENDED)
     log_sum_RKGW1 = checkpoint_name(peak_RKGW1 + jnp.log(total_RKGW1), ATTENDED)
     arrays = (query_RKGWH, key_RKWH, value_RKWU, sink_KG)
-    return mixed_RKGWU, (*arrays, segments, slides, block_RW, mixed_RKGWU, log_sum_RKGW1)
+    return mixed_RKGWU, (*arrays, given, slides, mixed_RKGWU, log_sum_RKGW1)
 
 
 def _backward(scores: ScoreMod, tile: int, kept: Any, by_mixed_RKGWU: Array) -> tuple[Any, ...]:
     """Compute the gradients of `_flash` with respect to queries, keys, values and sinks."""
-    *arrays, sink_KG, segments, slides, block_RW, mixed_RKGWU, log_sum_RKGW1 = kept
+    *arrays, sink_KG, given, slides, mixed_RKGWU, log_sum_RKGW1 = kept
     query_RKGWH, key_RKWH, value_RKWU = arrays
-    score_mod = replace(scores, slides=slides, block_RW=block_RW)
-    places, groups = _places(segments, score_mod), query_RKGWH.shape[2]
+    score_mod = replace(scores, slides=slides)
+    places, groups = given.numbered(), query_RKGWH.shape[2]
     slice_of, queries_of = partial(_tile, size=tile), partial(_queries, size=tile)
     # The gradient of softmax subtracts from the weights' gradients their mean under the weights.
     mean_RKGW1 = (by_mixed_RKGWU.astype(jnp.float32) * mixed_RKGWU.astype(jnp.float32)).sum(axis=-1, keepdims=True)
@@ -322,13 +347,13 @@ def _backward(scores: ScoreMod, tile: int, kept: Any, by_mixed_RKGWU: Array) -> 
         )
 
     zeros = tuple(jnp.zeros(array.shape, jnp.float32) for array in arrays)
-    found = _over(_visits(segments, score_mod, tile), body, zeros)
+    found = _over(_visits(given, score_mod, tile), body, zeros)
     by_arrays = (gradient.astype(array.dtype) for gradient, array in zip(found, arrays, strict=True))
     by_sink_KG = None
     if sink_KG is not None:
         weight_RKGW1 = jnp.exp(sink_KG[None, :, :, None, None] - log_sum_RKGW1)
         by_sink_KG = -(weight_RKGW1 * mean_RKGW1).sum(axis=(0, 3, 4))
-    return *by_arrays, by_sink_KG, None, None, None
+    return *by_arrays, by_sink_KG, None, None
 
 
 _flash.defvjp(_forward, _backward)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +18,16 @@ from jaxtyping import Bool, Float, Int
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.interleaved import entries_before
 from jaxrlhf.models.attention.kv_cache import Prefix
-from jaxrlhf.models.attention.linear_attention import LayerState
+from jaxrlhf.models.attention.linear_attention import MixerWeights, Projected, mix_rows
+from jaxrlhf.models.attention.mask import Heads, Mixed
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bias
 from jaxrlhf.models.attention.softmax_parts import Parts, joined, of_devices, sinks_part
+from jaxrlhf.models.config import LinearAttention
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
-
-Expansion = tuple[Any, Callable[[Any, Array, Array], tuple[Array, Array]]]
-"""Matrix that makes keys and values of all heads from latents (or None), and a function `(matrix, kept keys, kept
-values) -> (keys, values)`."""
 
 
 class Chunk(NamedTuple):
-    """Chunk of prompts in one layer.
+    """Causal mask of a chunk of prompts in one layer: a token sees the chunk and the cache before it.
 
     Attributes:
       prefix: Keys and values of all layers of the layer's kind, filled up to `start`.
@@ -43,16 +41,26 @@ class Chunk(NamedTuple):
     start: Array
     length_P: Array | None = None
 
-    def real(self, tokens: int) -> Array:
-        """Return the mask `[P, C]` of the chunk: true for tokens of the prompts, false for padding."""
-        assert self.length_P is not None, "layers with states require prompt lengths"
-        return self.start + jnp.arange(tokens)[None] < self.length_P[:, None]
+    def attend(self, heads: Heads, score_mod: ScoreMod = PLAIN, execution: Execution = ONE_DEVICE) -> Array:
+        """Compute attention of the chunk to itself and to the cache before it."""
+        if execution.cache_ways > 1:
+            return attend_shared_chunk(heads, self, score_mod, execution=execution)
+        query_PCNH, key_PCKH, value_PCKU, (matrix, expand) = heads
 
-    def state(self) -> LayerState:
-        """Return the layer's states before the chunk."""
+        def before(at: Array) -> tuple[Array, Array]:
+            return expand(matrix, *self.before(at, tokens=query_PCNH.shape[1]))
+
+        return attend_chunk(query_PCNH, key_PCKH, value_PCKU, before, self.start, score_mod)
+
+    def mix_states(self, linear: LinearAttention, projected: Projected, weights: MixerWeights) -> Mixed:
+        """Continue linear attention from the layer's states before the chunk, up to the end of each prompt."""
         assert self.prefix.state is not None, "layers with states require a prefix with states"
-        state = self.prefix.state
-        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, self.layer, keepdims=False), state).turned()
+        assert self.length_P is not None, "layers with states require prompt lengths"
+        tokens = projected.input_RWKY.shape[1]
+        real_PC = self.start + jnp.arange(tokens)[None] < self.length_P[:, None]
+        before = partial(lax.dynamic_index_in_dim, index=self.layer, keepdims=False)
+        state = jax.tree.map(before, self.prefix.state).turned()
+        return mix_rows(linear, projected, weights, jnp.ones(real_PC.shape, jnp.int32), real_PC, state)
 
     def before(self, start: Array, *, tokens: int) -> tuple[Array, Array]:
         """Return keys and values of `tokens` entries from `start` on."""
@@ -153,24 +161,12 @@ def attend_chunk(
 
 
 def attend_shared_chunk(
-    query_PCNH: Float[Array, "P C N H"],
-    key_PCKH: Float[Array, "P C K H"],
-    value_PCKU: Float[Array, "P C K U"],
-    chunk: Chunk,
-    scores: ScoreMod = PLAIN,
-    *,
-    expansion: Expansion,
-    execution: Execution,
+    heads: Heads, chunk: Chunk, scores: ScoreMod = PLAIN, *, execution: Execution
 ) -> Float[Array, "P C N U"]:
-    """Compute `attend_chunk` if devices share the prefix's positions: each device attends to its own, a gather joins.
-
-    Args:
-      key_PCKH, value_PCKU: Keys and values of all heads.
-      expansion: Matrix and function that make keys and values of all heads from the prefix's.
-    """
+    """Compute `attend_chunk` if devices share the prefix's positions: each attends to its own, and a gather joins."""
+    query_PCNH, key_PCKH, value_PCKU, (matrix_CNU, expand) = heads
     tokens, ways, axes = query_PCNH.shape[1], execution.cache_ways, execution.cache_axes
     kept = chunk.prefix.key_LPSKH, chunk.prefix.value_LPSKH
-    matrix_CNU, expand = expansion
 
     def run(query_PCNH, key_PCKH, value_PCKU, kept, matrix_CNU, layer, start, slides, sink_N):
         score_mod = replace(scores, slides=slides, sink_N=sink_N)
@@ -192,10 +188,11 @@ def attend_shared_chunk(
         parts = [of_devices(_part(before), axes), _part(chunk), *sinks_part(score_mod, kv_heads, queries=tokens)]
         return _by_token(joined(parts, like=chunk[0].astype(value_PCKU.dtype)), tokens)
 
-    rows, heads, whole = execution.row_axes, execution.head_axes, PartitionSpec()
-    head = PartitionSpec(rows, None, heads)
+    rows, head_axes, whole = execution.row_axes, execution.head_axes, PartitionSpec()
+    head = PartitionSpec(rows, None, head_axes)
     prefix = PartitionSpec(None, rows, axes, execution.over_heads(kept[0].shape[3]))
-    specs = head, head, head, (prefix, prefix), PartitionSpec(None, heads), whole, whole, whole, PartitionSpec(heads)
+    matrix, sinks = PartitionSpec(None, head_axes), PartitionSpec(head_axes)
+    specs = head, head, head, (prefix, prefix), matrix, whole, whole, whole, sinks
     arrays = query_PCNH, key_PCKH, value_PCKU, kept, matrix_CNU, chunk.layer, chunk.start, scores.slides, scores.sink_N
     return execution.on_devices(run, specs, head)(*arrays)
 

@@ -138,7 +138,7 @@ def _added(mixed_RWKGU: Array, steps: Steps, skip_KG: Array | None) -> Array:
 
 @dataclass(frozen=True)
 class StateMixer:
-    """Convolution and state updates as a `Mixer` of `shared_prefix.over_sequences`; `weights` are `MixerWeights`."""
+    """Convolution and state updates as a `Mixer` of `SharedPrefix.mix`; `weights` are `MixerWeights`."""
 
     config: LinearAttention
     round_tokens: int = 4096

@@ -1,7 +1,7 @@
-"""Score modifications and masks of attention: divisor, soft cap and sliding window."""
+"""Score modifications of attention: divisor, soft cap, sliding window and sinks."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,27 +9,6 @@ from flax import struct
 from jaxtyping import Bool, Float, Int
 
 from jaxrlhf.batch import Array
-
-
-class BothWays(NamedTuple):
-    """Segments of packed rows, and the images in them whose tokens see each other in both directions, from 1."""
-
-    segment_RW: Array
-    block_RW: Array
-
-
-class SharedTokens(NamedTuple):
-    """Packed rows in which sequences share the tokens of their prompt; shared tokens come before unshared tokens.
-
-    Attributes:
-      group_RW: int32, number of the prompt that a token belongs to, from 1; 0 is padding.
-      own_RW: int32, number of the only sequence with the token, from 1; 0 is shared by all sequences of the prompt.
-      position_RW: int32, position of a token in its sequences.
-    """
-
-    group_RW: Array
-    own_RW: Array
-    position_RW: Array
 
 
 @struct.dataclass
@@ -42,8 +21,6 @@ class ScoreMod:
       window: Number of tokens that a token sees, itself included; None is all tokens before it.
       slides: Flag of this layer, true if it has the window, for programs that compute layers with and without the
         window; None means that all layers have the window.
-      block_RW: int32, number of the image of each token of packed rows, from 1; 0 is text. Tokens of one image see
-        each other in both directions. None has no such images.
       sink_N: Score of each query head's sink, which takes a share of its softmax and has no value; None is none.
 
     Source of sinks: gpt-oss (arXiv:2508.10925), section 2.
@@ -54,7 +31,6 @@ class ScoreMod:
     window: int | None = struct.field(pytree_node=False, default=None)
     slides: Bool[Array, ""] | None = None
     sink_N: Float[Array, "N"] | None = None
-    block_RW: Int[Array, "R W"] | None = None
 
     def divide_by(self, head_dim: int) -> float:
         """Return the divisor for heads of width `head_dim`."""

@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Float
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention import attend
 from jaxrlhf.models.attention.attention_xla import ATTENDED
+from jaxrlhf.models.attention.linear_attention import MixerWeights, Projected, StateMixer
+from jaxrlhf.models.attention.mask import Heads, Mixed
 from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
+from jaxrlhf.models.config import LinearAttention
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 
 _CHUNK_TOKENS = {"xla": 768}
@@ -44,29 +46,33 @@ class AttentionRows(NamedTuple):
 
 
 class SharedPrefix(NamedTuple):
-    """Layout of the whole sequences of packed rows, grouped by similar lengths."""
+    """Layout of the whole sequences of packed rows in which sequences share tokens, grouped by similar lengths."""
 
     parts: tuple[AttentionRows, ...]
 
+    def attend(self, heads: Heads, score_mod: ScoreMod = PLAIN, execution: Execution = ONE_DEVICE) -> Array:
+        """Compute attention of each sequence; padding gets 0."""
+        mixer = _Attention(replace(score_mod, slides=None, sink_N=None), execution)
+        return self.mix(mixer, heads[:3], score_mod.sink_N, score_mod.slides)
 
-def attend_shared_prefix(
-    query_RWNH: Float[Array, "R W N H"],
-    key_RWKH: Float[Array, "R W K H"],
-    value_RWKU: Float[Array, "R W K U"],
-    shared_prefix: SharedPrefix,
-    score_mod: ScoreMod = PLAIN,
-    *,
-    execution: Execution = ONE_DEVICE,
-) -> Float[Array, "R W N U"]:
-    """Compute attention of packed rows in which sequences share tokens; padding gets 0."""
-    mixer = _Attention(replace(score_mod, slides=None, sink_N=None), execution)
-    tokens = query_RWNH, key_RWKH, value_RWKU
-    return over_sequences(mixer, tokens, score_mod.sink_N, score_mod.slides, shared_prefix)
+    def mix_states(self, linear: LinearAttention, projected: Projected, weights: MixerWeights) -> Mixed:
+        """Compute linear attention of each sequence; there are no states, because rows are no sequences."""
+        return self.mix(StateMixer(linear), tuple(projected), weights, None), None
+
+    def mix(self, mixer: "Mixer", tokens: tuple[Array, ...], weights: Any, flags: Any) -> Array:
+        """Apply `mixer` to each whole sequence; padding gets 0.
+
+        Args:
+          tokens: Arrays `[R, W, ...]`.
+          weights: Parameters, or None.
+          flags: Arrays without a gradient, or None.
+        """
+        return checkpoint_name(_mix(tokens, weights, self, flags, mixer), ATTENDED)
 
 
 @dataclass(frozen=True)
 class _Attention:
-    """Attention as a `Mixer` of `over_sequences`: its weights are the sinks, and its flag is the window's."""
+    """Attention as a `Mixer`: its weights are the sinks, and its flag is the window's."""
 
     score_mod: ScoreMod
     execution: Execution
@@ -95,19 +101,6 @@ class Mixer(Protocol):
 
     def __call__(self, tokens: tuple[Array, ...], weights: Any, flags: Any, segment_XS: Array, /) -> Array:
         """Mix each token with the tokens before it in its segment."""
-
-
-def over_sequences(
-    mixer: Mixer, tokens: tuple[Array, ...], weights: Any, flags: Any, shared_prefix: SharedPrefix
-) -> Array:
-    """Apply `mixer` to each whole sequence of packed rows in which sequences share tokens; padding gets 0.
-
-    Args:
-      tokens: Arrays `[R, W, ...]`.
-      weights: Parameters, or None.
-      flags: Arrays without a gradient, or None.
-    """
-    return checkpoint_name(_mix(tokens, weights, shared_prefix, flags, mixer), ATTENDED)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -12,6 +12,7 @@ from jaxrlhf.config import FromScratch, Refusal, Tower
 from jaxrlhf.config.refusal import read_object
 from jaxrlhf.models.config import Experts, Head, ModelConfig, Sections, Vision
 from jaxrlhf.models.huggingface.families import FAMILIES, VISION_FORMATS, Family, Fields, read_rope, write_rope
+from jaxrlhf.models.huggingface.families.fields import Link, written
 from jaxrlhf.models.huggingface.hub import check_no_adapters_alone, resolve
 from jaxrlhf.models.huggingface.text_part import read_vision, sight_of, text_fields
 
@@ -19,6 +20,17 @@ AGAIN = "download or export it again"
 
 # Hugging Face's names of the gate's activation, and ours.
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_LINKS = (
+    Link("num_attention_heads", "num_heads"),
+    Link("vocab_size", "vocab_size"),
+    Link("hidden_size", "hidden_size"),
+    Link("intermediate_size", "intermediate_size"),
+    Link("num_hidden_layers", "num_layers"),
+    Link("num_key_value_heads", "num_kv_heads"),
+    Link("tie_word_embeddings", "tie_embeddings", False, bool),
+    Link("rms_norm_eps", "rms_norm_eps", 1e-6, float),
+)
+"""Fields of all families."""
 
 
 def read_fields(path: str | Path, *, whole: bool = False) -> dict[str, Any]:
@@ -123,45 +135,49 @@ def read_config(path: str | Path, *, vision: bool = False) -> ModelConfig:
 def _read_decoder(family: Family, fields: Fields) -> ModelConfig:
     """Build the shape from the fields; a field that nothing reads is refused."""
     family_fields = family.read(fields)
-    heads = fields.need("num_attention_heads")
     if "activation" not in family_fields:
         fields.only("hidden_act", *_ACTIVATIONS)
-    shared = {
+    shared = fields.linked(_LINKS)
+    shared |= {
         "family": family.name,
-        "vocab_size": fields.need("vocab_size"),
-        "hidden_size": fields.need("hidden_size"),
-        "intermediate_size": fields.need("intermediate_size"),
-        "num_layers": fields.need("num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": fields.need("num_key_value_heads"),
-        "head_dim": fields.take("head_dim") or fields.need("hidden_size") // heads,
-        "tie_embeddings": bool(fields.take("tie_word_embeddings", False)),
+        "head_dim": fields.take("head_dim") or shared["hidden_size"] // shared["num_heads"],
         "activation": _ACTIVATIONS[fields.take("hidden_act") or "silu"],
-        "rms_norm_eps": float(fields.take("rms_norm_eps", 1e-6)),
         **({} if "rope_theta" in family_fields else read_rope(fields)),
     }
     fields.finish()
     return ModelConfig(**shared | family_fields)
 
 
-def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, Any]:
-    """Return the fields of a config.json from which transformers builds the same model."""
+def head_fields(config: ModelConfig, head: Head) -> dict[str, Any]:
+    """Return the fields of a config.json that a model's head decides."""
+    if config.vision is not None:
+        return {"architectures": [VISION_FORMATS[config.vision.family].architecture]}
     family = FAMILIES[config.family]
+    if head == "lm":
+        return {"architectures": [family.causal]}
+    return {"architectures": [family.classifier], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, Any]:
+    """Return the fields of a config.json from which transformers builds the same model.
+
+    Raises:
+      Refusal: The family's config.json is always a copy of the source's.
+    """
+    family, sight = FAMILIES[config.family], None if config.vision is None else VISION_FORMATS[config.vision.family]
+    if family.write is None or (sight is not None and sight.write is None):
+        raise Refusal(
+            f"config.json of a {family.name} model can only be copied; set source to the checkpoint that the model "
+            "came from"
+        )
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     fields = {
-        "architectures": [family.causal if head == "lm" else family.classifier],
+        **head_fields(config, head),
         "model_type": family.name,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
+        **written(config, _LINKS),
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_positions,
         "hidden_act": activations[config.activation],
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
         "dtype": dtype,
         # Null, or readers would take the ids of the family's first model, which the tokenizer may not have.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
@@ -170,9 +186,7 @@ def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, An
     }
     if fields["rope_scaling"] is None:  # a field of older versions; newer versions warn about it
         del fields["rope_scaling"]
-    if head != "lm":
-        fields |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return fields if config.vision is None else VISION_FORMATS[config.vision.family].fields(config, fields)
+    return fields if sight is None else sight.fields(config, fields)
 
 
 def scratch_config(settings: FromScratch, *, vocab_size: int) -> ModelConfig:

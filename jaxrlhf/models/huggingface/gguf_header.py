@@ -1,10 +1,9 @@
 """Header of a GGUF file: its metadata as the fields of a config.json."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,15 @@ import numpy as np
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
+from jaxrlhf.models.config import Llama3Rope
+from jaxrlhf.models.rope import frequencies
 
 _MAGIC = b"GGUF"
-_LLAMA3_CONTEXT = 8192
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": _LLAMA3_CONTEXT}
+_LLAMA3: dict[str, Any] = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 """Numbers that all published Llama 3 models share; a GGUF file has only the factors computed from these numbers."""
 _TOLERANCE = 1e-4
 _OF_OTHERS = ("attention.scale", "logit_scale", "embedding_scale", "residual_scale", "attention.clamp_kqv")
@@ -243,11 +247,10 @@ def _llama3_scaling(header: Header) -> dict[str, Any]:
     """
     divisors = np.asarray(header.tensors["rope_freqs.weight"].data, np.float32)
     theta, factor = header.take("rope.freq_base", 10_000.0), float(divisors.max())
-    waves = 2 * math.pi * theta ** (np.arange(len(divisors)) / len(divisors))
-    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-    smooth = np.clip((_LLAMA3_CONTEXT / waves - low) / (high - low), 0.0, 1.0)
-    expected = 1 / (smooth + (1 - smooth) / factor)
-    if not np.allclose(divisors, expected, rtol=_TOLERANCE):
+    plain, scaled = (
+        frequencies(2 * len(divisors), theta, scaling)[0] for scaling in (None, Llama3Rope(factor, **_LLAMA3))
+    )
+    if not np.allclose(divisors, plain / scaled, rtol=_TOLERANCE):
         raise Refusal(
             f"{header.file} scales rotary frequencies (rope_freqs.weight) differently from Llama 3, which is not "
             "supported for GGUF; use the model's safetensors"
@@ -255,25 +258,9 @@ def _llama3_scaling(header: Header) -> dict[str, Any]:
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
 
-def _llama(header: Header) -> dict[str, Any]:
-    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_one_rope(header)}
-
-
-def _qwen2(header: Header) -> dict[str, Any]:
-    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **_one_rope(header)}
-
-
-def _qwen3(header: Header) -> dict[str, Any]:
-    return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_one_rope(header)}
-
-
-def _gemma1(header: Header) -> dict[str, Any]:
-    return {
-        "architectures": ["GemmaForCausalLM"],
-        "model_type": "gemma",
-        "hidden_activation": "gelu_pytorch_tanh",
-        **_one_rope(header),
-    }
+def _fields(header: Header, *, architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
+    """Return the fields of an architecture whose layers are alike."""
+    return {"architectures": [f"{architecture}ForCausalLM"], "model_type": model_type, **fields, **_one_rope(header)}
 
 
 def _gemma(header: Header, largest: int) -> dict[str, Any]:
@@ -292,14 +279,14 @@ def _gemma(header: Header, largest: int) -> dict[str, Any]:
 
 
 def _gemma2(header: Header) -> dict[str, Any]:
-    return {
+    return _fields(
+        header,
+        architecture="Gemma2",
+        model_type="gemma2",
         **_gemma(header, largest=46),
-        "architectures": ["Gemma2ForCausalLM"],
-        "model_type": "gemma2",
-        "attn_logit_softcapping": header.take("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": header.take("final_logit_softcapping", 30.0),
-        **_one_rope(header),
-    }
+        attn_logit_softcapping=header.take("attn_logit_softcapping", 50.0),
+        final_logit_softcapping=header.take("final_logit_softcapping", 30.0),
+    )
 
 
 def _gemma3(header: Header) -> dict[str, Any]:
@@ -316,10 +303,10 @@ def _gemma3(header: Header) -> dict[str, Any]:
 
 
 ARCHITECTURES: dict[str, Callable[[Header], dict[str, Any]]] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "gemma": _gemma1,
+    "llama": partial(_fields, architecture="Llama", model_type="llama"),
+    "qwen2": partial(_fields, architecture="Qwen2", model_type="qwen2"),
+    "qwen3": partial(_fields, architecture="Qwen3", model_type="qwen3"),
+    "gemma": partial(_fields, architecture="Gemma", model_type="gemma", hidden_activation="gelu_pytorch_tanh"),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
 }

@@ -204,7 +204,7 @@ def _read(tensor: Any, source: StoredTensor, shape: tuple[int, ...], ranges: Ran
     unmerged: list[int] = []
     for group in source.stored.split():
         first, merged = there[group[0]], group[1:]
-        inside = source.interleaved(group)
+        inside = source.shared(group)
         whole = inside is not None and inside[0] == group  # a single contiguous range
         offset = inside[1] if inside is not None and whole else 0
         inside = None if whole else inside
@@ -222,7 +222,6 @@ def _read(tensor: Any, source: StoredTensor, shape: tuple[int, ...], ranges: Ran
             own.append(slice(begin, begin + math.prod(size[letter] for letter in letters)))
         unmerged += [max(1, count), *(size[letter] for letter in merged)]
         inner += [slice(count), *(there[letter] for letter in merged)]
-    outer[0] = slice(outer[0].start + source.start, outer[0].stop + source.start)
     block = tensor[tuple(outer)].reshape(split)[tuple(own)].reshape(unmerged)[tuple(inner)]
     letters = source.stored.replace(" ", "")
     block = block.squeeze(tuple(place for place, letter in enumerate(letters) if letter == "1"))

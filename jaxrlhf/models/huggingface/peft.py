@@ -155,7 +155,7 @@ def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _AdapterPl
         weight, _, side = path.rpartition(".")
         inputs = INPUTS.get(weight.rpartition(".")[2], 1)
         tensor = stored[weight]
-        if tensor.rows is not None or tensor.stored != f"{tensor.dims[inputs:]} {tensor.dims[:inputs]}":
+        if tensor.inside is not None or tensor.stored != f"{tensor.dims[inputs:]} {tensor.dims[:inputs]}":
             raise Refusal(
                 f"{config.family} checkpoints store {weight} with other weights in {tensor.name}, so it cannot have "
                 "its own adapter; remove it from lora.targets"

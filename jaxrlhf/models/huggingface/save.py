@@ -17,7 +17,14 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.config.cli.outputs import check_writable
 from jaxrlhf.config.refusal import read_object
 from jaxrlhf.models.config import Head, ModelConfig
-from jaxrlhf.models.huggingface.config import AGAIN, read_fields, read_stop_tokens, token_ids, write_fields
+from jaxrlhf.models.huggingface.config import (
+    AGAIN,
+    head_fields,
+    read_fields,
+    read_stop_tokens,
+    token_ids,
+    write_fields,
+)
 from jaxrlhf.models.huggingface.families import StoredTensor, published_name, stored_tensors, tensor_shapes
 from jaxrlhf.models.huggingface.hub import HUB_FILES, resolve
 from jaxrlhf.models.huggingface.load import Progress
@@ -35,29 +42,20 @@ def save_params(
     directory: str | Path,
     *,
     dtype: Any = None,
-    tokenizer: Any = None,
     source: str | Path | None = None,
-    max_shard_bytes: int = 5_000_000_000,
+    **how: Any,
 ) -> None:
     """Write config.json and safetensors, sharded with an index if they are larger than one file.
 
     Args:
       dtype: Dtype of the tensors in the files; None is each tensor's dtype in the source, or float32 without a source.
+      how: Further arguments of `save_each`.
     """
     if dtype is None:
         dtype = jnp.float32 if source is None else read_dtypes(source, vision=config.vision is not None)
     arrays = ((path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(params))
     head: Head = "score" if "head" in params and params["head"].ndim == 1 else "lm"
-    save_each(
-        arrays,
-        config,
-        head,
-        directory,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        source=source,
-        max_shard_bytes=max_shard_bytes,
-    )
+    save_each(arrays, config, head, directory, dtype=dtype, source=source, **how)
 
 
 def save_each(
@@ -127,7 +125,7 @@ def named_tensors(
             yield published_name(config, name), block
             continue
         tensor, left = incomplete.get(name) or (np.empty(tensors[name].shape, block.dtype), tensors[name].size)
-        there = tensor[part.start : part.start + len(block)] if part.place is None else part.place(tensor)
+        there = part.place(tensor)
         there[...] = block.reshape(there.shape)
         incomplete[name] = tensor, left - block.size
         if left == block.size:
@@ -138,14 +136,14 @@ class _TensorPart(NamedTuple):
     """Part of a tensor that one parameter fills, on the host.
 
     Attributes:
-      start: First row of the part in the tensor.
-      place: Function from the tensor to a view of the part, if the part is not whole rows; else None.
+      start: First row of the part in the tensor; None if the part is not whole rows.
+      place: Function from the tensor to a view of the part.
     """
 
     name: str
     block: np.ndarray
-    start: int
-    place: Callable[[np.ndarray], np.ndarray] | None
+    start: int | None
+    place: Callable[[np.ndarray], np.ndarray]
 
 
 def _fetched(
@@ -159,11 +157,11 @@ def _fetched(
     stored = stored_tensors(config, head)
     for path, array in arrays:
         lies, param = stored[path], declared[path]
-        shape = param.unpadded[len(lies.stacked(param.shape)) :]
-        place = None if lies.inside is None else partial(lies.place, shape=shape)
-        for at in np.ndindex(lies.stacked(param.shape)):
+        stacked = lies.stacked(param.shape)
+        place = partial(lies.place, shape=param.unpadded[len(stacked) :])
+        for at in np.ndindex(stacked):
             block = _fetch(array, lies, param, at, tensors[lies.named(at)].dtype)
-            yield _TensorPart(lies.named(at), block, lies.start, place)
+            yield _TensorPart(lies.named(at), block, lies.first_row, place)
 
 
 def read_dtypes(path: str | Path, *, vision: bool = False) -> dict[str, str]:
@@ -217,18 +215,18 @@ def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, 
     Args:
       dtype: Dtype of all tensors; None if tensors differ, or may differ.
     """
-    fields = write_fields(config, head, dtype=dtype or "float32")
     if source is not None:
         given = read_fields(source, whole=config.vision is not None)
         # Weights are written without quantization, and the code that `auto_map` names is not copied.
         kept = {name: value for name, value in given.items() if name not in ("quantization_config", "auto_map")}
-        written = {name: fields[name] for name in ("architectures", "id2label", "label2id") if name in fields}
         # Older files call it torch_dtype.
         kinds = {"torch_dtype", "dtype"} & kept.keys() or {"dtype"}
-        fields = kept | written | ({} if dtype is None else dict.fromkeys(kinds, dtype))
-    elif tokenizer is not None:
-        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        fields |= {name: value for name, value in ids.items() if value is not None}
+        fields = kept | head_fields(config, head) | ({} if dtype is None else dict.fromkeys(kinds, dtype))
+    else:
+        fields = write_fields(config, head, dtype=dtype or "float32")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if tokenizer is not None and getattr(tokenizer, name) is not None:
+                fields[name] = getattr(tokenizer, name)
     if head != "lm" and fields.get("pad_token_id") in token_ids(fields.get("eos_token_id")):
         # Otherwise transformers would take the end token for padding, and score the token before it.
         fields["pad_token_id"] = None

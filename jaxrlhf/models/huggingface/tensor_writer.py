@@ -51,19 +51,19 @@ class TensorWriter:
         name: str,
         rows: np.ndarray,
         *,
-        start: int = 0,
-        place: Callable[[np.ndarray], np.ndarray] | None = None,
+        start: int | None,
+        place: Callable[[np.ndarray], np.ndarray],
     ) -> None:
-        """Write a tensor, or some of its rows, into its file.
+        """Write a tensor, or a part of it, into its file.
 
         Args:
-          start: First row to write.
-          place: Function from the tensor to a view of the part to write, if that part is not whole rows.
+          start: First row to write; None if the part is not whole rows.
+          place: Function from the tensor to a view of the part to write.
         """
         wanted, lies = self._tensors[name], self._places[name]
         assert rows.dtype == wanted.dtype, name
         path = self._directory / (lies.file + _UNFINISHED)
-        if place is not None:
+        if start is None:
             there = place(np.memmap(path, wanted.dtype, "r+", lies.start, wanted.shape))
             there[...] = rows.reshape(there.shape)
         else:

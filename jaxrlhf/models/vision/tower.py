@@ -13,7 +13,7 @@ from jax import lax
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.models import linear
-from jaxrlhf.models.attention.score_mod import BothWays, mask_bias
+from jaxrlhf.models.attention.score_mod import mask_bias
 from jaxrlhf.models.config import Vision
 from jaxrlhf.models.execution import Execution
 from jaxrlhf.models.norm import rms_norm
@@ -43,10 +43,6 @@ class ImageFeatures(NamedTuple):
     feature_RW: Array
     mrope_position_RW3: Array
     block_RW: Array | None = None
-
-    def within(self, segment_RW: Array) -> Array | BothWays:
-        """Return the segments of rows for attention, with the images whose tokens attend in both directions."""
-        return segment_RW if self.block_RW is None else BothWays(segment_RW, self.block_RW)
 
     def merged(self, embed_RWD: Array) -> Array:
         """Return the embeddings, with features in place of the placeholder tokens."""

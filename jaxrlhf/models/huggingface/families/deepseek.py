@@ -15,9 +15,27 @@ from jaxrlhf.models.huggingface.families.family import (
     in_layers,
     mixture,
 )
-from jaxrlhf.models.huggingface.families.fields import Fields
+from jaxrlhf.models.huggingface.families.fields import Fields, Link, written
 
 _NO_TENSORS = ("layers.attention.key", "layers.attention.value")
+_LATENT = (
+    Link("kv_lora_rank", "rank"),
+    Link("qk_rope_head_dim", "rope_dim"),
+    Link("v_head_dim", "value_dim"),
+    Link("q_lora_rank", "query_rank", 1536),
+)
+_EXPERTS = (
+    Link("n_routed_experts", "count"),
+    Link("num_experts_per_tok", "per_token"),
+    Link("moe_intermediate_size", "intermediate_size"),
+    Link("routed_scaling_factor", "scaling", 1.0, float),
+    Link("aux_loss_alpha", "loss_coefficient", 0.0, float),
+)
+_GROUPS = (
+    Link("norm_topk_prob", "normalised", True, bool),
+    Link("n_group", "groups", 1),
+    Link("topk_group", "groups_per_token", 1),
+)
 
 
 def read_latent(given: Fields, *, interleaved: bool, dense_layers: int) -> dict[str, Any]:
@@ -28,13 +46,7 @@ def read_latent(given: Fields, *, interleaved: bool, dense_layers: int) -> dict[
     for name in ("seq_aux", "num_nextn_predict_layers", "num_mtp_layers", "qk_head_dim"):
         given.take(name)  # for training or speculation, or implied by other fields
     given.default(num_key_value_heads=given.take("num_attention_heads"))
-    latent = LatentAttention(
-        rank=given.need("kv_lora_rank"),
-        rope_dim=given.need("qk_rope_head_dim"),
-        value_dim=given.need("v_head_dim"),
-        query_rank=given.take("q_lora_rank", 1536),
-        interleaved=interleaved,
-    )
+    latent = LatentAttention(**given.linked(_LATENT), interleaved=interleaved)
     return {
         "latent": latent,
         "head_dim": given.need("qk_nope_head_dim") + latent.rope_dim,
@@ -42,70 +54,16 @@ def read_latent(given: Fields, *, interleaved: bool, dense_layers: int) -> dict[
     }
 
 
-def read_experts(given: Fields, **router: Any) -> Experts:
-    """Read routed and shared experts, by DeepSeek's field names."""
-    inner = given.need("moe_intermediate_size")
-    return Experts(
-        count=given.need("n_routed_experts"),
-        per_token=given.need("num_experts_per_tok"),
-        intermediate_size=inner,
-        shared_intermediate_size=inner * given.need("n_shared_experts"),
-        loss_coefficient=float(given.take("aux_loss_alpha", 0.0)),
-        **router,
-    )
+def read_experts(given: Fields, *links: Link, **router: Any) -> Experts:
+    """Read routed and shared experts, by DeepSeek's field names; `links` are further fields of the router."""
+    experts = given.linked((*_EXPERTS, *links))
+    shared = experts["intermediate_size"] * given.need("n_shared_experts")
+    return Experts(**experts, shared_intermediate_size=shared, **router)
 
 
-def read_grouped_experts(
-    given: Fields, *, scaling: float = 1.0, groups: int = 1, groups_per_token: int = 1, **router: Any
-) -> Experts:
-    """Read experts that are chosen within the best groups, ranked by the sum of their two best experts.
-
-    Numbers are the defaults of fields that the file does not have.
-    """
-    return read_experts(
-        given,
-        normalised=bool(given.take("norm_topk_prob", True)),
-        scaling=float(given.take("routed_scaling_factor", scaling)),
-        groups=given.take("n_group", groups),
-        groups_per_token=given.take("topk_group", groups_per_token),
-        group_best=2,
-        **router,
-    )
-
-
-def write_experts(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields that `read_experts` and its callers read."""
-    experts = config.experts
-    assert experts is not None
-    return {
-        "first_k_dense_replace": config.dense_layers,
-        "n_routed_experts": experts.count,
-        "n_shared_experts": experts.shared_intermediate_size // experts.intermediate_size,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.intermediate_size,
-        "n_group": experts.groups,
-        "topk_group": experts.groups_per_token,
-        "norm_topk_prob": experts.normalised,
-        "routed_scaling_factor": experts.scaling,
-        "scoring_func": experts.scores,
-        "aux_loss_alpha": experts.loss_coefficient,
-    }
-
-
-def write_latent(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json that all versions have."""
-    latent = config.latent
-    assert latent is not None
-    return {
-        **write_experts(config),
-        "attention_bias": False,
-        "head_dim": latent.rope_dim,
-        "kv_lora_rank": latent.rank,
-        "q_lora_rank": latent.query_rank,
-        "qk_nope_head_dim": config.head_dim - latent.rope_dim,
-        "qk_rope_head_dim": latent.rope_dim,
-        "v_head_dim": latent.value_dim,
-    }
+def read_grouped_experts(given: Fields, **router: Any) -> Experts:
+    """Read experts that are chosen within the best groups, ranked by the sum of their two best experts."""
+    return read_experts(given, *_GROUPS, group_best=2, **router)
 
 
 def latent_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
@@ -145,19 +103,25 @@ def _read_v2(given: Fields) -> dict[str, Any]:
     given.only("norm_topk_prob", False)
     grouped = given.take("topk_method") == "group_limited_greedy"
     groups, chosen = given.take("n_group"), given.take("topk_group")
-    experts = read_experts(
-        given,
-        normalised=False,
-        scaling=float(given.take("routed_scaling_factor", 1.0)),
-        groups=groups if grouped else 1,
-        groups_per_token=chosen if grouped else 1,
-    )
+    router = {"groups": groups, "groups_per_token": chosen} if grouped else {}
+    experts = read_experts(given, normalised=False, **router)
     return {"experts": experts, **read_latent(given, interleaved=True, dense_layers=0)}
 
 
 def _write_v2(config: ModelConfig) -> dict[str, Any]:
-    grouped = config.experts is not None and config.experts.groups > 1
-    return write_latent(config) | {"topk_method": "group_limited_greedy" if grouped else "greedy"}
+    latent, experts = config.latent, config.experts
+    assert latent is not None and experts is not None
+    return {
+        **written(experts, (*_EXPERTS, *_GROUPS)),
+        **written(latent, _LATENT),
+        "first_k_dense_replace": config.dense_layers,
+        "n_shared_experts": experts.shared_intermediate_size // experts.intermediate_size,
+        "scoring_func": experts.scores,
+        "topk_method": "group_limited_greedy" if experts.groups > 1 else "greedy",
+        "attention_bias": False,
+        "head_dim": latent.rope_dim,
+        "qk_nope_head_dim": config.head_dim - latent.rope_dim,
+    }
 
 
 DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2", latent_tensors, _read_v2, _write_v2)
@@ -167,17 +131,13 @@ DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2", latent_tensors, _read_v2, _wri
 def _read_v3(given: Fields) -> dict[str, Any]:
     given.only("scoring_func", "sigmoid")
     given.only("topk_method", "noaux_tc")
-    experts = read_grouped_experts(given, scaling=2.5, groups=8, groups_per_token=4, scores="sigmoid", bias=True)
+    given.default(routed_scaling_factor=2.5, n_group=8, topk_group=4)
+    experts = read_grouped_experts(given, scores="sigmoid", bias=True)
     interleaved = bool(given.take("rope_interleave", True))
     return {"experts": experts, **read_latent(given, interleaved=interleaved, dense_layers=3)}
 
 
-def _write_v3(config: ModelConfig) -> dict[str, Any]:
-    interleaved = config.latent is not None and config.latent.interleaved
-    return write_latent(config) | {"topk_method": "noaux_tc", "rope_interleave": interleaved}
-
-
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3", latent_tensors, _read_v3, _write_v3, predicts_several=True)
+DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3", latent_tensors, _read_v3, predicts_several=True)
 """DeepSeek-V3: experts by sigmoid scores and a bias, within the groups with the best pairs of experts."""
 
 
@@ -197,12 +157,5 @@ def _read_v32(given: Fields) -> dict[str, Any]:
     return read | {"latent": replace(read["latent"], indexer=index)}
 
 
-def _write_v32(config: ModelConfig) -> dict[str, Any]:
-    assert config.latent is not None and config.latent.indexer is not None
-    index = config.latent.indexer
-    fields = {name: value for name, value in _write_v3(config).items() if name != "rope_interleave"}
-    return fields | {"index_n_heads": index.heads, "index_head_dim": index.head_dim, "index_topk": index.top}
-
-
-DEEPSEEK_V32 = Family("deepseek_v32", "DeepseekV32", latent_tensors, _read_v32, _write_v32, predicts_several=True)
+DEEPSEEK_V32 = Family("deepseek_v32", "DeepseekV32", latent_tensors, _read_v32, predicts_several=True)
 """DeepSeek-V3.2: V3 with sparse attention. Its indexer is loaded and saved, but attention sees all tokens."""

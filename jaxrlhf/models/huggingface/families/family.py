@@ -20,21 +20,15 @@ class StoredTensor(NamedTuple):
       dims: Our dimensions in our order, one letter each, without layers and experts that have their own tensors.
       stored: Letters of `dims` in the file's order, with a space between the tensor's dimensions.
         `NH D` is a matrix whose rows are heads times head width. `1` is a dimension of size one.
-      start: First row of the parameter in a tensor that several parameters share.
-      rows: Number of rows of a tensor that several parameters share; None if only this parameter is in the tensor.
-      layer: First layer that has the tensor.
-      layers: Layers that have the tensor, if they are not consecutive; empty means all layers from `layer` on.
-      inside: Dimension that this parameter shares with others, interleaved: the letters at the end of a group of
-        `stored` (or the whole group), their first index in the file, and the number of indices of all sharing
-        parameters. The letter `1` is one index.
+      layers: Indices of the layers that have the tensor; empty means all layers.
+      inside: Dimension that this parameter shares with others: a group of `stored`, or the letters at its end if the
+        parameters are interleaved; then the parameter's first index in the file, and the number of indices of all
+        sharing parameters. The letter `1` is one index.
     """
 
     name: str
     dims: str
     stored: str
-    start: int = 0
-    rows: int | None = None
-    layer: int = 0
     layers: tuple[int, ...] = ()
     inside: tuple[str, int, int] | None = None
 
@@ -51,7 +45,15 @@ class StoredTensor(NamedTuple):
         """Return the name of the tensor at an index of the stacked dimensions: of a layer, or of a layer's expert."""
         places = dict(zip(("layer", "expert"), at, strict=False))
         layer = places.get("layer", 0)
-        return self.name.format(**{**places, "layer": self.layers[layer] if self.layers else layer + self.layer})
+        return self.name.format(**{**places, "layer": self.layers[layer] if self.layers else layer})
+
+    @property
+    def first_row(self) -> int | None:
+        """First row of the parameter in the tensor; None if the parameter is not whole rows."""
+        if self.inside is None:
+            return 0
+        letters, begin, _ = self.inside
+        return begin if letters == self.stored.split()[0] else None
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape in the file, from the shape of the parameter (or of one layer of the parameter)."""
@@ -62,18 +64,17 @@ class StoredTensor(NamedTuple):
         """Return the size of each letter, from the shape of the parameter (or of one layer of the parameter)."""
         return dict(zip(self.dims, shape, strict=True)) | {"1": 1}
 
-    def interleaved(self, group: str) -> tuple[str, int, int] | None:
+    def shared(self, group: str) -> tuple[str, int, int] | None:
         """Return `inside` if it is about this group; else None."""
         return self.inside if self.inside is not None and group.endswith(self.inside[0]) else None
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the whole tensor in the file; the parameter may be a part of the tensor."""
-        first, *rest = (math.prod(self._split(group, shape)) for group in self.stored.split())
-        return (first if self.rows is None else self.rows, *rest)
+        return tuple(math.prod(self._split(group, shape)) for group in self.stored.split())
 
     def _split(self, group: str, shape: tuple[int, ...]) -> list[int]:
         """Return the sizes in the file of a group's letters; the letters of `inside` count as one."""
-        size, inside = self.sizes(shape), self.interleaved(group)
+        size, inside = self.sizes(shape), self.shared(group)
         if inside is None:
             return [size[letter] for letter in group]
         return [*(size[letter] for letter in group.removesuffix(inside[0])), inside[2]]
@@ -85,11 +86,10 @@ class StoredTensor(NamedTuple):
           shape: Shape of the parameter (or of one layer of the parameter).
         """
         size, groups = self.sizes(shape), self.stored.split()
-        rows = tensor if self.rows is None else tensor[self.start : self.start + self.shape(shape)[0]]
-        view = rows.reshape([count for group in groups for count in self._split(group, shape)])
+        view = tensor.reshape([count for group in groups for count in self._split(group, shape)])
         at = [slice(None)] * view.ndim
         for place, group in enumerate(groups):
-            if inside := self.interleaved(group):
+            if inside := self.shared(group):
                 letters, begin, _ = inside
                 axis = sum(len(self._split(group, shape)) for group in groups[: place + 1]) - 1
                 at[axis] = slice(begin, begin + math.prod(size[letter] for letter in letters))
@@ -107,6 +107,17 @@ def in_layers(**tensors: tuple[str, str, str]) -> dict[str, StoredTensor]:
     }
 
 
+def gated_mlp(name: str, ours: str) -> dict[str, StoredTensor]:
+    """Return the table of a gated MLP of layers.
+
+    Args:
+      name: Prefix of its tensors in a layer.
+      ours: Prefix of its parameters' paths, with `__` for a dot.
+    """
+    parts = {"gate": ("DF", "F D"), "up": ("DF", "F D"), "down": ("FD", "D F")}
+    return in_layers(**{f"{ours}__{part}": (f"{name}.{part}_proj.weight", *dims) for part, dims in parts.items()})
+
+
 DECODER: dict[str, StoredTensor] = {
     "embed": StoredTensor("model.embed_tokens.weight", "VD", "V D"),
     "final_norm": StoredTensor("model.norm.weight", "D", "D"),
@@ -117,10 +128,8 @@ DECODER: dict[str, StoredTensor] = {
         attention__value=("self_attn.v_proj.weight", "DKH", "KH D"),
         attention__output=("self_attn.o_proj.weight", "NHD", "D NH"),
         mlp_norm=("post_attention_layernorm.weight", "D", "D"),
-        mlp__gate=("mlp.gate_proj.weight", "DF", "F D"),
-        mlp__up=("mlp.up_proj.weight", "DF", "F D"),
-        mlp__down=("mlp.down_proj.weight", "FD", "D F"),
     ),
+    **gated_mlp("mlp", "mlp"),
 }
 """Tensors of most families, by parameter path."""
 
@@ -162,37 +171,34 @@ def mixture(
 
 
 def fused_experts(
-    experts: str, inner: int, *, layer: int = 0, both: str = "gate_up_proj", down: str = "down_proj"
+    experts: str, inner: int, *, layers: tuple[int, ...] = (), both: str = "gate_up_proj", down: str = "down_proj"
 ) -> dict[str, StoredTensor]:
     """Return a table of experts in two tensors per layer; the gate of each expert is above its up projection.
 
     Args:
       experts: Prefix of the tensors' names, before `both` and `down`.
       inner: Width of an expert.
-      layer: First layer that has experts.
+      layers: Indices of the layers that have experts; empty means all layers.
     """
     both = experts + both
     return {
-        "layers.mlp.experts.gate": StoredTensor(both, "EDF", "E F D", layer=layer, inside=("F", 0, 2 * inner)),
-        "layers.mlp.experts.up": StoredTensor(both, "EDF", "E F D", layer=layer, inside=("F", inner, 2 * inner)),
-        "layers.mlp.experts.down": StoredTensor(experts + down, "EFD", "E D F", layer=layer),
+        "layers.mlp.experts.gate": StoredTensor(both, "EDF", "E F D", layers, inside=("F", 0, 2 * inner)),
+        "layers.mlp.experts.up": StoredTensor(both, "EDF", "E F D", layers, inside=("F", inner, 2 * inner)),
+        "layers.mlp.experts.down": StoredTensor(experts + down, "EFD", "E D F", layers),
     }
 
 
 ROUTER_BIAS = in_layers(mlp__router_bias=("mlp.gate.e_score_correction_bias", "E", "E"))
 
-SHARED_EXPERTS = in_layers(
-    mlp__shared__gate=("mlp.shared_experts.gate_proj.weight", "DF", "F D"),
-    mlp__shared__up=("mlp.shared_experts.up_proj.weight", "DF", "F D"),
-    mlp__shared__down=("mlp.shared_experts.down_proj.weight", "FD", "D F"),
-)
+SHARED_EXPERTS = gated_mlp("mlp.shared_experts", "mlp__shared")
 
 
 def after_dense_layers(
     config: ModelConfig, sparse: Mapping[str, StoredTensor], dense: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
     """Return a table of layers with experts (`sparse`), after the first layers without experts (`dense`)."""
-    moved = {path: stored._replace(layer=config.dense_layers) for path, stored in sparse.items()}
+    later = tuple(range(config.dense_layers, config.num_layers))
+    moved = {path: stored._replace(layers=later) for path, stored in sparse.items()}
     first = {f"dense_{path}": stored for path, stored in dense.items() if path.startswith("layers.")}
     return moved | (first if config.dense_layers else {})
 
@@ -208,8 +214,8 @@ def gate_and_up(
       mlp: Prefix of the parameters' paths.
     """
     return {
-        f"{mlp}gate": StoredTensor(LAYER + name, "DF", "F D", 0, 2 * inner),
-        f"{mlp}up": StoredTensor(LAYER + name, "DF", "F D", inner, 2 * inner),
+        f"{mlp}gate": StoredTensor(LAYER + name, "DF", "F D", inside=("F", 0, 2 * inner)),
+        f"{mlp}up": StoredTensor(LAYER + name, "DF", "F D", inside=("F", inner, 2 * inner)),
     }
 
 
@@ -248,7 +254,8 @@ class Family:
       tensors: Function from a model to the table of its parameters without the head.
       read: Function that returns the `ModelConfig` fields specific to this family, and sets defaults of shared
         config.json fields. The function must take every config.json field that is specific to this family.
-      write: Function that returns the config.json fields specific to this family.
+      write: Function that returns the config.json fields specific to this family; None if config.json is always a
+        copy of the source's.
       unread: Function from a model to a pattern of names of tensors that files may have but nothing uses, or None.
       predicts_several: True if files may have layers after the last layer, or tensors named `mtp`, which predict
         several tokens at once. These are neither read nor exported.
@@ -259,7 +266,7 @@ class Family:
     architecture: str
     tensors: Callable[[ModelConfig], Mapping[str, StoredTensor]]
     read: Callable[[Fields], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]] | None = None
     score_architecture: str | None = None
     predicts_several: bool = False
     unread: Callable[[ModelConfig], re.Pattern[str] | None] = lambda config: None

@@ -1,7 +1,7 @@
 """Fields of a config.json: each is read, known not to matter, or refused."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jaxrlhf.config import Refusal
 
@@ -34,6 +34,31 @@ _PLAIN = ("gguf",)
 """Values of `quant_method` in directories whose tensors are not quantized, because transformers dequantized them."""
 
 
+_REQUIRED = "required"
+
+
+class Link(NamedTuple):
+    """Field of config.json that is an attribute of `ModelConfig` or of one of its parts.
+
+    Attributes:
+      theirs: Name of the field.
+      ours: Name of the attribute.
+      default: Value of an absent field; without a default the field is required.
+      kind: Type to convert the field to; None keeps the value.
+    """
+
+    theirs: str
+    ours: str
+    default: Any = _REQUIRED
+    kind: Callable[[Any], Any] | None = None
+
+
+def written(part: Any, links: Sequence[Link]) -> dict[str, Any]:
+    """Return the linked fields of a model's configuration, or of one of its parts."""
+    assert part is not None, f"the family requires a part with {links[0].ours}"
+    return {link.theirs: getattr(part, link.ours) for link in links}
+
+
 class Fields:
     """Fields of a config.json, and a record of the fields that were read.
 
@@ -60,6 +85,19 @@ class Fields:
         if value is None:
             raise Refusal(f"{self._where} has no {name}, which a {self._family} checkpoint requires")
         return value
+
+    def linked(self, links: Sequence[Link], **defaults: Any) -> dict[str, Any]:
+        """Return attributes by name, from their linked fields.
+
+        Args:
+          defaults: Values of absent fields, in place of the links' defaults.
+        """
+        found = {}
+        for theirs, ours, default, kind in links:
+            default = defaults.get(theirs, default)
+            value = self.need(theirs) if default is _REQUIRED else self.take(theirs, default)
+            found[ours] = value if kind is None else kind(value)
+        return found
 
     def only(self, name: str, *values: Any) -> None:
         """Refuse a field unless it has one of the supported values; absent and null count as the first value."""

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.families.family import DECODER, QK_NORM, Family, in_layers
 from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.rope_fields import read_two_ropes, write_two_ropes
-from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
+from jaxrlhf.models.huggingface.families.rope_fields import read_two_ropes
+from jaxrlhf.models.huggingface.families.windows import read_layer_types
 
 FULL_THETA, SLIDING_THETA = 1_000_000.0, 10_000.0
 """Default bases of the rotary frequencies: of layers without a window, and of layers with a window."""
@@ -31,17 +30,6 @@ def read_gemma(given: Fields) -> dict[str, Any]:
     }
 
 
-def write_gemma(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json that all versions have."""
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "final_logit_softcapping": config.final_logit_softcapping,
-        "sliding_window": config.sliding_window,
-        "layer_types": write_layer_types(config.sliding_layers),
-    }
-
-
 def _read_gemma1(given: Fields) -> dict[str, Any]:
     given.only("use_bidirectional_attention", False)
     # Published files say gelu and mean its approximation by tanh.
@@ -50,11 +38,7 @@ def _read_gemma1(given: Fields) -> dict[str, Any]:
     return {**read_gemma(given), "norms": "pre", "unit_offset": True}
 
 
-def _write_gemma1(config: ModelConfig) -> dict[str, Any]:
-    return {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
-
-
-GEMMA = Family("gemma", "Gemma", lambda config: DECODER, _read_gemma1, _write_gemma1)
+GEMMA = Family("gemma", "Gemma", lambda config: DECODER, _read_gemma1)
 """Gemma 1: norms only before attention and MLP, no windows, no soft caps."""
 
 
@@ -86,15 +70,7 @@ def _read_gemma2(given: Fields) -> dict[str, Any]:
     }
 
 
-def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
-    return {
-        **write_gemma(config),
-        "query_pre_attn_scalar": config.query_pre_attn_scalar,
-        "attn_logit_softcapping": config.attn_logit_softcapping,
-    }
-
-
-GEMMA2 = Family("gemma2", "Gemma2", lambda config: SANDWICHED, _read_gemma2, _write_gemma2)
+GEMMA2 = Family("gemma2", "Gemma2", lambda config: SANDWICHED, _read_gemma2)
 """Gemma 2: soft caps, and a window in every second layer."""
 
 
@@ -111,18 +87,11 @@ def _read_gemma3(given: Fields) -> dict[str, Any]:
     }
 
 
-def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
-    ropes = write_two_ropes(config)
-    near = ropes["rope_parameters"]["sliding_attention"]["rope_theta"]
-    return _write_gemma2(config) | ropes | {"rope_local_base_freq": near}
-
-
 GEMMA3 = Family(
     "gemma3_text",
     "Gemma3",
     lambda config: SANDWICHED | QK_NORM,
     _read_gemma3,
-    _write_gemma3,
     score_architecture="Gemma3Text",
 )
 """Gemma 3 (text): normalized q and k heads; five layers with a window, which have another rotary base, to one

@@ -3,12 +3,11 @@ MLPs in which only the largest gates count, and later layers that borrow keys an
 
 from typing import Any
 
-from jaxrlhf.models.config import FullHeads, ModelConfig, Streams
+from jaxrlhf.models.config import FullHeads, Streams
 from jaxrlhf.models.huggingface.families.family import Family, StoredTensor, in_layers
 from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.gemma import read_own_ropes, write_gemma
+from jaxrlhf.models.huggingface.families.gemma import read_own_ropes
 from jaxrlhf.models.huggingface.families.gemma4 import INPUTS, WITH_INPUTS, borrowers, by_stack, read_with_inputs
-from jaxrlhf.models.huggingface.families.rope_fields import write_two_ropes
 from jaxrlhf.models.huggingface.families.windows import read_layer_types
 
 _SPARSE, _SHARE = 10, 0.95
@@ -54,25 +53,6 @@ def _one_width(given: Fields) -> int:
     return each.pop()
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    inputs, streams, count = config.layer_inputs, config.streams, config.num_layers
-    assert inputs is not None and streams is not None
-    return {
-        **write_gemma(config),
-        "activation_sparsity_pattern": list(config.sparsity or (0.0,) * count),
-        "altup_active_idx": 0,
-        "altup_correct_scale": True,
-        "altup_num_inputs": streams.count,
-        "hidden_size_per_layer_input": inputs.width,
-        "intermediate_size": [config.intermediate_size] * count,
-        "laurel_rank": config.laurel_rank,
-        "num_kv_shared_layers": config.borrowing_layers,
-        "vocab_size_per_layer_input": inputs.vocab_size,
-        "rope_scaling": None,
-        **write_two_ropes(config),
-    }
-
-
 _TABLE = (
     WITH_INPUTS
     | INPUTS
@@ -97,7 +77,6 @@ GEMMA3N = Family(
     "Gemma3n",
     lambda config: by_stack(config, _TABLE),
     _read,
-    _write,
     score_architecture="Gemma3nText",
     unread=borrowers,
 )

@@ -7,10 +7,18 @@ from typing import Any
 import jax
 
 from jaxrlhf.models.config import LENDERS, Experts, FullHeads, LayerInputs, ModelConfig
-from jaxrlhf.models.huggingface.families.family import LAYER, QK_NORM, Family, StoredTensor, fused_experts, in_layers
+from jaxrlhf.models.huggingface.families.family import (
+    LAYER,
+    QK_NORM,
+    Family,
+    StoredTensor,
+    fused_experts,
+    gated_mlp,
+    in_layers,
+)
 from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.gemma import FULL_THETA, SANDWICHED, SLIDING_THETA, read_gemma, write_gemma
-from jaxrlhf.models.huggingface.families.rope_fields import read_two_ropes, write_two_ropes
+from jaxrlhf.models.huggingface.families.gemma import FULL_THETA, SANDWICHED, SLIDING_THETA, read_gemma
+from jaxrlhf.models.huggingface.families.rope_fields import read_two_ropes
 from jaxrlhf.models.huggingface.families.windows import read_layer_types
 from jaxrlhf.models.parameters import declare, path_name
 
@@ -82,29 +90,6 @@ def _read_full_heads(given: Fields, layers: tuple[bool, ...]) -> FullHeads:
     return FullHeads(full["num_key_value_heads"], full["head_dim"], values_are_keys=same)
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    full, inputs, fields = config.full_heads, config.layer_inputs, write_gemma(config)
-    assert full is not None
-    if (experts := config.experts) is not None:
-        fields |= {"num_experts": experts.count, "top_k_experts": experts.per_token}
-        fields |= {"moe_intermediate_size": experts.intermediate_size}
-    places = [index for index, slides in enumerate(config.sliding_layers) if not slides]
-    own = {"head_dim": full.head_dim, "num_key_value_heads": full.kv_heads}
-    return {
-        **fields,
-        "attention_k_eq_v": full.values_are_keys,
-        "enable_moe_block": experts is not None,
-        "per_layer_config": {str(place): own for place in places},
-        "num_kv_shared_layers": config.borrowing_layers,
-        "use_double_wide_mlp": config.borrowing_intermediate_size is not None,
-        "hidden_size_per_layer_input": 0 if inputs is None else inputs.width,
-        "vocab_size_per_layer_input": config.vocab_size if inputs is None else inputs.vocab_size,
-        "rope_theta": None,
-        "rope_scaling": None,
-        **write_two_ropes(config),
-    }
-
-
 WITH_INPUTS = (
     SANDWICHED
     | QK_NORM
@@ -136,10 +121,7 @@ def by_stack(config: ModelConfig, table: dict[str, StoredTensor]) -> dict[str, S
     return found
 
 
-_BESIDE_EXPERTS = in_layers(
-    mlp__shared__gate=("mlp.gate_proj.weight", "DF", "F D"),
-    mlp__shared__up=("mlp.up_proj.weight", "DF", "F D"),
-    mlp__shared__down=("mlp.down_proj.weight", "FD", "D F"),
+_BESIDE_EXPERTS = gated_mlp("mlp", "mlp__shared") | in_layers(
     mlp__router=("router.proj.weight", "DE", "E D"),
     mlp__router_scale=("router.scale", "D", "D"),
     mlp__expert_scale=("router.per_expert_scale", "E", "E"),
@@ -170,7 +152,6 @@ GEMMA4 = Family(
     "Gemma4",
     _tensors,
     _read,
-    _write,
     score_architecture="Gemma4Text",
     unread=borrowers,
 )

@@ -82,31 +82,6 @@ def _read(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any]) -> V
     )
 
 
-def _write(vision: Vision) -> dict[str, Any]:
-    return {
-        "model_type": "siglip_vision_model",
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_size": vision.hidden_size,
-        "image_size": math.isqrt(vision.positions) * vision.patch_size,
-        "intermediate_size": vision.intermediate_size,
-        "layer_norm_eps": vision.eps,
-        "num_attention_heads": vision.num_heads,
-        "num_channels": 3,
-        "num_hidden_layers": vision.num_layers,
-        "patch_size": vision.patch_size,
-        "vision_use_head": False,
-    }
-
-
-def _beside(vision: Vision) -> dict[str, Any]:
-    return {
-        "image_token_index": vision.image_token,
-        "boi_token_index": vision.start_token,
-        "eoi_token_index": vision.end_token,
-        "mm_tokens_per_image": vision.positions // vision.merge**2,
-    }
-
-
 GEMMA3_VISION = VisionFormat(
     "gemma3",
     "Gemma3ForConditionalGeneration",
@@ -115,8 +90,6 @@ GEMMA3_VISION = VisionFormat(
     _PREFIXES,
     _tensors,
     _read,
-    _write,
-    _beside,
     modules={"model.": "model.language_model.", "vision.tower.": "model.vision_tower."},
     leaves_out=("vision.tower.head.",),
 )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.huggingface.families.deepseek import read_grouped_experts, write_experts
+from jaxrlhf.models.huggingface.families.deepseek import read_grouped_experts
 from jaxrlhf.models.huggingface.families.family import (
     DECODER,
     QK_NORM,
@@ -36,7 +36,7 @@ def _glm4_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     return DECODER | gate_and_up(config.intermediate_size) | norms | (QKV_BIAS if config.qkv_bias else {})
 
 
-GLM4 = Family("glm4", "Glm4", _glm4_tensors, _read_glm4, lambda config: {"attention_bias": config.qkv_bias})
+GLM4 = Family("glm4", "Glm4", _glm4_tensors, _read_glm4)
 """GLM-4 (dense): norms before and after, biases, neighboring numbers of a head rotated together."""
 
 
@@ -58,10 +58,5 @@ def _glm4_moe_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     return after_dense_layers(config, sparse | attention, DECODER | attention)
 
 
-def _write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
-    fields = write_experts(config) | {"attention_bias": config.qkv_bias, "use_qk_norm": config.qk_norm}
-    return {name: value for name, value in fields.items() if name not in ("scoring_func", "aux_loss_alpha")}
-
-
-GLM4_MOE = Family("glm4_moe", "Glm4Moe", _glm4_moe_tensors, _read_glm4_moe, _write_glm4_moe, predicts_several=True)
+GLM4_MOE = Family("glm4_moe", "Glm4Moe", _glm4_moe_tensors, _read_glm4_moe, predicts_several=True)
 """GLM-4-MoE: experts as in DeepSeek-V3, after a few dense layers."""

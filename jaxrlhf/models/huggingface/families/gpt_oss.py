@@ -5,8 +5,8 @@ from typing import Any
 from jaxrlhf.models.config import ClampedGate, ModelConfig
 from jaxrlhf.models.huggingface.families.family import LAYER, QKV_BIAS, WITHOUT_MLP, Family, StoredTensor, in_layers
 from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.llama import read_local_experts, write_local_experts
-from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
+from jaxrlhf.models.huggingface.families.llama import read_local_experts
+from jaxrlhf.models.huggingface.families.windows import read_layer_types
 
 
 def _read(given: Fields) -> dict[str, Any]:
@@ -28,19 +28,6 @@ def _read(given: Fields) -> dict[str, Any]:
         "attention_sinks": True,
         "sliding_window": given.take("sliding_window", 128),
         "sliding_layers": read_layer_types(given, every=2),
-    }
-
-
-def _write(config: ModelConfig) -> dict[str, Any]:
-    experts = config.experts
-    assert experts is not None and isinstance(experts.activation, ClampedGate)
-    return {
-        "attention_bias": True,
-        "sliding_window": config.sliding_window,
-        "layer_types": write_layer_types(config.sliding_layers),
-        **write_local_experts(config),
-        "swiglu_alpha": experts.activation.alpha,
-        "swiglu_limit": experts.activation.limit,
     }
 
 
@@ -67,5 +54,5 @@ def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     }
 
 
-GPT_OSS = Family("gpt_oss", "GptOss", _tensors, _read, _write)
+GPT_OSS = Family("gpt_oss", "GptOss", _tensors, _read)
 """gpt-oss: all experts of a layer in one tensor, stored as MXFP4 in the published files."""

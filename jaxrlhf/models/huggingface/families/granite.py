@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.families.family import DECODER, Family
 from jaxrlhf.models.huggingface.families.fields import Fields
 
@@ -19,16 +18,5 @@ def _read(given: Fields) -> dict[str, Any]:
     }
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "attention_bias": False,
-        "mlp_bias": False,
-        "embedding_multiplier": config.embedding_multiplier,
-        "residual_multiplier": config.residual_multiplier,
-        "logits_scaling": config.logits_scaling,
-        "attention_multiplier": 1 / config.score_divisor,
-    }
-
-
-GRANITE = Family("granite", "Granite", lambda config: DECODER, _read, _write)
+GRANITE = Family("granite", "Granite", lambda config: DECODER, _read)
 """Granite (dense): factors of embeddings, scores, residual additions, and logits."""

@@ -74,36 +74,6 @@ def _read(given: Fields) -> dict[str, Any]:
     }
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    linear, experts = config.linear, config.experts
-    fields = GRANITE.write(config)
-    del fields["mlp_bias"]
-    if linear is not None:
-        fields |= {
-            "mamba_n_heads": linear.value_heads,
-            "mamba_n_groups": linear.groups,
-            "mamba_d_state": linear.key_dim,
-            "mamba_d_head": linear.value_dim,
-            "mamba_d_conv": linear.kernel,
-            "mamba_expand": linear.value_heads * linear.value_dim // config.hidden_size,
-            "mamba_conv_bias": True,
-            "mamba_proj_bias": False,
-        }
-    else:  # otherwise readers would check their defaults against the width
-        fields |= {"mamba_n_heads": 2, "mamba_d_head": config.hidden_size}
-    return {
-        **fields,
-        "layer_types": ["mamba" if linear else "attention" for linear in config.linear_layers]
-        or ["attention"] * config.num_layers,
-        "position_embedding_type": "nope" if config.rope_layers else "rope",
-        "shared_intermediate_size": config.intermediate_size if experts is None else experts.shared_intermediate_size,
-        "num_local_experts": 0 if experts is None else experts.count,
-        "num_experts_per_tok": 0 if experts is None else experts.per_token,
-        "intermediate_size": config.intermediate_size if experts is None else experts.intermediate_size,
-        "router_aux_loss_coef": 0.0 if experts is None else experts.loss_coefficient,
-    }
-
-
 def _mixing(linear: LinearAttention) -> dict[str, StoredTensor]:
     """Return the table of state-space layers: one tensor has gates, values, keys, queries and steps along its rows.
 
@@ -113,16 +83,16 @@ def _mixing(linear: LinearAttention) -> dict[str, StoredTensor]:
     values, keys = linear.value_heads * linear.value_dim, linear.groups * linear.key_dim
     rows, channels = 2 * values + 2 * keys + linear.value_heads, values + 2 * keys
     table = {
-        "linear_gate": StoredTensor(_IN, "DKGU", "KGU D", 0, rows),
-        "linear_value": StoredTensor(_IN, "DKGU", "KGU D", values, rows),
-        "linear_key": StoredTensor(_IN, "DKX", "KX D", 2 * values, rows),
-        "linear_query": StoredTensor(_IN, "DKX", "KX D", 2 * values + keys, rows),
-        "linear_decay": StoredTensor(_IN, "DKG", "KG D", 2 * values + 2 * keys, rows),
+        "linear_gate": StoredTensor(_IN, "DKGU", "KGU D", inside=("KGU", 0, rows)),
+        "linear_value": StoredTensor(_IN, "DKGU", "KGU D", inside=("KGU", values, rows)),
+        "linear_key": StoredTensor(_IN, "DKX", "KX D", inside=("KX", 2 * values, rows)),
+        "linear_query": StoredTensor(_IN, "DKX", "KX D", inside=("KX", 2 * values + keys, rows)),
+        "linear_decay": StoredTensor(_IN, "DKG", "KG D", inside=("KG", 2 * values + 2 * keys, rows)),
     }
     for name, letters, start in (("value", "KGU", 0), ("key", "KX", values), ("query", "KX", values + keys)):
-        kernel, bias = _CONVOLUTION + "weight", _CONVOLUTION + "bias"
-        table[f"convolved_{name}"] = StoredTensor(kernel, f"{letters}T", f"{letters} 1 T", start, channels)
-        table[f"convolved_{name}_bias"] = StoredTensor(bias, letters, letters, start, channels)
+        kernel, bias, inside = _CONVOLUTION + "weight", _CONVOLUTION + "bias", (letters, start, channels)
+        table[f"convolved_{name}"] = StoredTensor(kernel, f"{letters}T", f"{letters} 1 T", inside=inside)
+        table[f"convolved_{name}_bias"] = StoredTensor(bias, letters, letters, inside=inside)
     return {f"layers.attention.{name}": each for name, each in table.items()} | in_layers(
         attention__decay_rate=("mamba.A_log", "V", "V"),
         attention__decay_bias=("mamba.dt_bias", "V", "V"),
@@ -144,5 +114,5 @@ def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     return rest if config.linear is None else of_both_kinds(config, rest, _mixing(config.linear))
 
 
-GRANITE_HYBRID = Family("granitemoehybrid", "GraniteMoeHybrid", _tensors, _read, _write)
+GRANITE_HYBRID = Family("granitemoehybrid", "GraniteMoeHybrid", _tensors, _read)
 """Granite 4: with or without experts next to a shared MLP, with state spaces or only attention."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxrlhf.models.config import Experts, LongRope, ModelConfig
+from jaxrlhf.models.config import Experts, ModelConfig
 from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Family, StoredTensor, gate_and_up, mixture
 from jaxrlhf.models.huggingface.families.fields import Fields
 
@@ -25,13 +25,7 @@ def _read_mistral(given: Fields) -> dict[str, Any]:
     return {"sliding_window": given.take("sliding_window", 4096)}
 
 
-MISTRAL = Family(
-    "mistral",
-    "Mistral",
-    lambda config: DECODER,
-    _read_mistral,
-    lambda config: {"sliding_window": config.sliding_window},
-)
+MISTRAL = Family("mistral", "Mistral", lambda config: DECODER, _read_mistral)
 """Mistral: every layer has a window, unless the file says null."""
 
 
@@ -46,18 +40,6 @@ def read_local_experts(given: Fields, *, count: int, per_token: int, **others: A
     )
 
 
-def write_local_experts(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields that `read_local_experts` reads."""
-    experts = config.experts
-    assert experts is not None
-    return {
-        "intermediate_size": experts.intermediate_size,
-        "num_local_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "router_aux_loss_coef": experts.loss_coefficient,
-    }
-
-
 def _read_mixtral(given: Fields) -> dict[str, Any]:
     given.only("hidden_act", "silu")
     given.only("router_jitter_noise", 0.0)
@@ -66,13 +48,9 @@ def _read_mixtral(given: Fields) -> dict[str, Any]:
     return {"experts": experts, "sliding_window": given.take("sliding_window")}
 
 
-def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
-    return write_local_experts(config) | {"router_jitter_noise": 0.0, "sliding_window": config.sliding_window}
-
-
 MIXTRAL_TENSORS = mixture("block_sparse_moe", gate="w1", up="w3", down="w2")
 
-MIXTRAL = Family("mixtral", "Mixtral", lambda config: MIXTRAL_TENSORS, _read_mixtral, _write_mixtral)
+MIXTRAL = Family("mixtral", "Mixtral", lambda config: MIXTRAL_TENSORS, _read_mixtral)
 """Mixtral: Mistral with a mixture of experts in every layer; the weights of a token's experts sum to 1."""
 
 
@@ -89,13 +67,6 @@ def _read_phi3(given: Fields) -> dict[str, Any]:
     return {"sliding_window": given.take("sliding_window")}
 
 
-def _write_phi3(config: ModelConfig) -> dict[str, Any]:
-    original = {}
-    if isinstance(config.rope_scaling, LongRope):
-        original = {"original_max_position_embeddings": config.rope_scaling.original_max_position_embeddings}
-    return {"sliding_window": config.sliding_window, **original}
-
-
 def _phi3_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     qkv = LAYER + "self_attn.qkv_proj.weight"
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -104,12 +75,12 @@ def _phi3_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
         DECODER
         | gate_and_up(config.intermediate_size)
         | {
-            "layers.attention.query": StoredTensor(qkv, "DNH", "NH D", 0, rows),
-            "layers.attention.key": StoredTensor(qkv, "DKH", "KH D", heads, rows),
-            "layers.attention.value": StoredTensor(qkv, "DKH", "KH D", heads + kv_heads, rows),
+            "layers.attention.query": StoredTensor(qkv, "DNH", "NH D", inside=("NH", 0, rows)),
+            "layers.attention.key": StoredTensor(qkv, "DKH", "KH D", inside=("KH", heads, rows)),
+            "layers.attention.value": StoredTensor(qkv, "DKH", "KH D", inside=("KH", heads + kv_heads, rows)),
         }
     )
 
 
-PHI3 = Family("phi3", "Phi3", _phi3_tensors, _read_phi3, _write_phi3)
+PHI3 = Family("phi3", "Phi3", _phi3_tensors, _read_phi3)
 """Phi-3, 3.5 and 4: q, k and v are in one tensor, gate and up in another; part of each head is rotated."""

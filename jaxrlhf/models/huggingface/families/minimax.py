@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.families.family import NORMS_ACROSS_HEADS, Family, in_layers
 from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.llama import MIXTRAL_TENSORS, read_local_experts, write_local_experts
+from jaxrlhf.models.huggingface.families.llama import MIXTRAL_TENSORS, read_local_experts
 
 
 def _read(given: Fields) -> dict[str, Any]:
@@ -30,15 +29,11 @@ def _read(given: Fields) -> dict[str, Any]:
     return {"experts": experts, "qk_norm": True, "qk_norm_across_heads": True}
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    return write_local_experts(config) | {"rotary_dim": config.rotary_dim}
-
-
 _TENSORS = (
     MIXTRAL_TENSORS
     | NORMS_ACROSS_HEADS
     | in_layers(mlp__router_bias=("block_sparse_moe.e_score_correction_bias", "E", "E"))
 )
 
-MINIMAX_M2 = Family("minimax_m2", "MiniMaxM2", lambda config: _TENSORS, _read, _write, predicts_several=True)
+MINIMAX_M2 = Family("minimax_m2", "MiniMaxM2", lambda config: _TENSORS, _read, predicts_several=True)
 """MiniMax-M2: Mixtral's tensors, routed by sigmoid scores and a bias; a part of each head is rotated."""

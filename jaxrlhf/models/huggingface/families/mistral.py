@@ -3,10 +3,10 @@
 from typing import Any
 
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.huggingface.families.deepseek import latent_tensors, read_grouped_experts, read_latent, write_latent
+from jaxrlhf.models.huggingface.families.deepseek import latent_tensors, read_grouped_experts, read_latent
 from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Family, StoredTensor, fused_experts
 from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.rope_fields import parse_rope, rope_dictionary
+from jaxrlhf.models.huggingface.families.rope_fields import parse_rope
 
 
 def _read_rope(given: Fields, family: str) -> dict[str, Any]:
@@ -17,25 +17,13 @@ def _read_rope(given: Fields, family: str) -> dict[str, Any]:
     return rope
 
 
-def _write_rope(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "rope_parameters": rope_dictionary(config.rope_theta, config.rope_scaling),
-        "rope_theta": None,
-        "rope_scaling": None,
-    }
-
-
 def _read_ministral(given: Fields) -> dict[str, Any]:
     given.default(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5)
     rope = _read_rope(given, "ministral3")
     return {"sliding_window": given.take("sliding_window"), **parse_rope(rope, given)}
 
 
-def _write_ministral(config: ModelConfig) -> dict[str, Any]:
-    return {"sliding_window": config.sliding_window, **_write_rope(config)}
-
-
-MINISTRAL3 = Family("ministral3", "Ministral3", lambda config: DECODER, _read_ministral, _write_ministral)
+MINISTRAL3 = Family("ministral3", "Ministral3", lambda config: DECODER, _read_ministral)
 """Ministral 3: YaRN, and queries that grow with the logarithm of their position."""
 
 
@@ -48,18 +36,11 @@ def _read_mistral4(given: Fields) -> dict[str, Any]:
     return {"experts": read_grouped_experts(given), **latent, **parse_rope(rope, given)}
 
 
-def _write_mistral4(config: ModelConfig) -> dict[str, Any]:
-    assert config.latent is not None
-    fields = write_latent(config) | _write_rope(config)
-    given = {"head_dim": config.head_dim, "rope_interleave": config.latent.interleaved}
-    return {name: value for name, value in (fields | given).items() if name != "scoring_func"}
-
-
 def _mistral4_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     assert config.experts is not None
-    inner, layer = config.experts.intermediate_size, config.dense_layers
-    return latent_tensors(config) | fused_experts(LAYER + "mlp.experts.", inner, layer=layer)
+    inner, later = config.experts.intermediate_size, tuple(range(config.dense_layers, config.num_layers))
+    return latent_tensors(config) | fused_experts(LAYER + "mlp.experts.", inner, layers=later)
 
 
-MISTRAL4 = Family("mistral4", "Mistral4", _mistral4_tensors, _read_mistral4, _write_mistral4)
+MISTRAL4 = Family("mistral4", "Mistral4", _mistral4_tensors, _read_mistral4)
 """Mistral 4: latent attention whose queries grow, and experts by softmax within the groups with the best pairs."""

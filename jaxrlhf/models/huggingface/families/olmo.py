@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.families.family import DECODER, NORMS_ACROSS_HEADS, Family, in_layers
 from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.rope_fields import read_two_ropes, write_two_ropes
-from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
+from jaxrlhf.models.huggingface.families.rope_fields import read_two_ropes
+from jaxrlhf.models.huggingface.families.windows import read_layer_types
 
 
 def _read_olmo2(given: Fields) -> dict[str, Any]:
@@ -24,7 +23,7 @@ _TENSORS = {
     ),
 }
 
-OLMO2 = Family("olmo2", "Olmo2", lambda config: _TENSORS, _read_olmo2, lambda config: {"attention_bias": False})
+OLMO2 = Family("olmo2", "Olmo2", lambda config: _TENSORS, _read_olmo2)
 """OLMo 2: norms come after attention and MLP, and one norm goes over all q heads, one over all k heads."""
 
 
@@ -38,14 +37,5 @@ def _read_olmo3(given: Fields) -> dict[str, Any]:
     }
 
 
-def _write_olmo3(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "attention_bias": False,
-        "sliding_window": config.sliding_window,
-        "layer_types": write_layer_types(config.sliding_layers),
-        **write_two_ropes(config),
-    }
-
-
-OLMO3 = Family("olmo3", "Olmo3", lambda config: _TENSORS, _read_olmo3, _write_olmo3)
+OLMO3 = Family("olmo3", "Olmo3", lambda config: _TENSORS, _read_olmo3)
 """OLMo 3: OLMo 2 with a window in three of four layers; rotary positions of these layers are not scaled."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxrlhf.models.config import Experts, ModelConfig
 from jaxrlhf.models.huggingface.families.family import DECODER, QK_NORM, QKV_BIAS, Family, mixture
-from jaxrlhf.models.huggingface.families.fields import Fields
+from jaxrlhf.models.huggingface.families.fields import Fields, Link, written
 from jaxrlhf.models.huggingface.families.windows import read_optional_window, write_optional_window
 
 
@@ -33,39 +33,30 @@ QWEN3 = Family(
 """Qwen3 (dense): normalized q and k heads, head width independent of the hidden size."""
 
 
+EXPERTS = (
+    Link("num_experts", "count"),
+    Link("num_experts_per_tok", "per_token"),
+    Link("moe_intermediate_size", "intermediate_size"),
+    Link("norm_topk_prob", "normalised", True, bool),
+    Link("router_aux_loss_coef", "loss_coefficient", 0.001, float),
+)
+"""Fields of a mixture of experts in every layer."""
+
+
 def _read_qwen3_moe(given: Fields) -> dict[str, Any]:
     given.only("attention_bias", False)
     given.only("hidden_act", "silu")
     given.only("decoder_sparse_step", 1)
     given.only("mlp_only_layers", [])
+    experts = given.linked(EXPERTS, num_experts=128, num_experts_per_tok=8, norm_topk_prob=False)
     # transformers 5 writes num_local_experts, older versions num_experts.
-    count = given.take("num_local_experts") or given.take("num_experts", 128)
-    given.take("num_experts")
-    experts = Experts(
-        count=count,
-        per_token=given.take("num_experts_per_tok", 8),
-        intermediate_size=given.need("moe_intermediate_size"),
-        normalised=bool(given.take("norm_topk_prob", False)),
-        loss_coefficient=float(given.take("router_aux_loss_coef", 0.001)),
-    )
-    return {"qk_norm": True, "experts": experts, **read_optional_window(given)}
-
-
-def write_experts(experts: Experts) -> dict[str, Any]:
-    """Return the fields of a mixture of experts in every layer."""
-    return {
-        "num_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.intermediate_size,
-        "norm_topk_prob": experts.normalised,
-        "router_aux_loss_coef": experts.loss_coefficient,
-    }
+    experts["count"] = given.take("num_local_experts") or experts["count"]
+    return {"qk_norm": True, "experts": Experts(**experts), **read_optional_window(given)}
 
 
 def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
-    assert config.experts is not None
     everywhere = {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    return everywhere | write_experts(config.experts) | write_optional_window(config)
+    return everywhere | written(config.experts, EXPERTS) | write_optional_window(config)
 
 
 QWEN3_MOE = Family(

@@ -9,18 +9,20 @@ from jaxrlhf.models.huggingface.families.family import (
     QK_NORM,
     Family,
     StoredTensor,
+    gated_mlp,
     in_layers,
     mixture,
     of_both_kinds,
 )
-from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.qwen import write_experts
-from jaxrlhf.models.huggingface.families.rope_fields import OF_IMAGES, read_rope, rope_dictionary
-from jaxrlhf.models.huggingface.families.windows import LINEAR, read_layer_types, write_layer_types
+from jaxrlhf.models.huggingface.families.fields import Fields, Link
+from jaxrlhf.models.huggingface.families.qwen import EXPERTS
+from jaxrlhf.models.huggingface.families.rope_fields import OF_IMAGES, read_rope
+from jaxrlhf.models.huggingface.families.windows import LINEAR, read_layer_types
 
 _LINEAR = LAYER + "linear_attn."
 _ROTATED = 0.25
 """Default part of each head that is rotated."""
+_EXPERTS = (*EXPERTS, Link("shared_expert_intermediate_size", "shared_intermediate_size"))
 
 
 def _read(given: Fields) -> dict[str, Any]:
@@ -52,42 +54,9 @@ def _read(given: Fields) -> dict[str, Any]:
 def _read_experts(given: Fields) -> dict[str, Any]:
     given.only("decoder_sparse_step", 1)
     given.only("mlp_only_layers", [])
-    inner = given.need("moe_intermediate_size")
-    given.default(intermediate_size=inner)
-    experts = Experts(
-        count=given.need("num_experts"),
-        per_token=given.need("num_experts_per_tok"),
-        intermediate_size=inner,
-        shared_intermediate_size=given.need("shared_expert_intermediate_size"),
-        shared_gate=True,
-        normalised=bool(given.take("norm_topk_prob", True)),
-        loss_coefficient=float(given.take("router_aux_loss_coef", 0.001)),
-    )
-    return {**_read(given), "experts": experts}
-
-
-def _write(config: ModelConfig) -> dict[str, Any]:
-    linear = config.linear
-    assert linear is not None
-    rope = rope_dictionary(config.rope_theta, config.rope_scaling)
-    return {
-        "attention_bias": False,
-        "layer_types": write_layer_types(config.linear_layers, LINEAR),
-        "linear_num_key_heads": linear.key_heads,
-        "linear_num_value_heads": linear.value_heads,
-        "linear_key_head_dim": linear.key_dim,
-        "linear_value_head_dim": linear.value_dim,
-        "linear_conv_kernel_dim": linear.kernel,
-        "rope_parameters": rope | {"partial_rotary_factor": config.partial_rotary_factor},
-        "rope_scaling": None,
-    }
-
-
-def _write_experts(config: ModelConfig) -> dict[str, Any]:
-    experts = config.experts
-    assert experts is not None
-    shared = {"shared_expert_intermediate_size": experts.shared_intermediate_size}
-    return _write(config) | write_experts(experts) | shared
+    given.default(intermediate_size=given.need("moe_intermediate_size"))
+    experts = given.linked(_EXPERTS)
+    return {**_read(given), "experts": Experts(**experts, shared_gate=True)}
 
 
 def _by_kind(
@@ -110,19 +79,15 @@ def _by_kind(
             attention__mixed_norm=("linear_attn.norm.weight", "U", "U"),
             attention__output=("linear_attn.out_proj.weight", "VUD", "D VU"),
         ),
-        "layers.attention.convolved_query": StoredTensor(conv, "KXT", "KX 1 T", 0, rows),
-        "layers.attention.convolved_key": StoredTensor(conv, "KXT", "KX 1 T", keys, rows),
-        "layers.attention.convolved_value": StoredTensor(conv, "KGUT", "KGU 1 T", 2 * keys, rows),
+        "layers.attention.convolved_query": StoredTensor(conv, "KXT", "KX 1 T", inside=("KX", 0, rows)),
+        "layers.attention.convolved_key": StoredTensor(conv, "KXT", "KX 1 T", inside=("KX", keys, rows)),
+        "layers.attention.convolved_value": StoredTensor(conv, "KGUT", "KGU 1 T", inside=("KGU", 2 * keys, rows)),
     }
     return of_both_kinds(config, mlp | QK_NORM, mixing)
 
 
-_MIXTURE = mixture() | in_layers(
-    mlp__shared__gate=("mlp.shared_expert.gate_proj.weight", "DF", "F D"),
-    mlp__shared__up=("mlp.shared_expert.up_proj.weight", "DF", "F D"),
-    mlp__shared__down=("mlp.shared_expert.down_proj.weight", "FD", "D F"),
-    mlp__shared_gate=("mlp.shared_expert_gate.weight", "DO", "O D"),
-)
+_GATE = in_layers(mlp__shared_gate=("mlp.shared_expert_gate.weight", "DO", "O D"))
+_MIXTURE = mixture() | gated_mlp("mlp.shared_expert", "mlp__shared") | _GATE
 
 
 def _next_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
@@ -154,9 +119,9 @@ def _projections(config: ModelConfig) -> dict[str, StoredTensor]:
     keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
     name, rows = _LINEAR + "in_proj_qkv.weight", 2 * keys + values
     return {
-        "layers.attention.linear_query": StoredTensor(name, "DKX", "KX D", 0, rows),
-        "layers.attention.linear_key": StoredTensor(name, "DKX", "KX D", keys, rows),
-        "layers.attention.linear_value": StoredTensor(name, "DKGU", "KGU D", 2 * keys, rows),
+        "layers.attention.linear_query": StoredTensor(name, "DKX", "KX D", inside=("KX", 0, rows)),
+        "layers.attention.linear_key": StoredTensor(name, "DKX", "KX D", inside=("KX", keys, rows)),
+        "layers.attention.linear_value": StoredTensor(name, "DKGU", "KGU D", inside=("KGU", 2 * keys, rows)),
         **in_layers(
             attention__linear_gate=("linear_attn.in_proj_z.weight", "DKGU", "KGU D"),
             attention__linear_rate=("linear_attn.in_proj_b.weight", "DKG", "KG D"),
@@ -165,7 +130,7 @@ def _projections(config: ModelConfig) -> dict[str, StoredTensor]:
     }
 
 
-QWEN3_NEXT = Family("qwen3_next", "Qwen3Next", _next_tensors, _read_experts, _write_experts, predicts_several=True)
+QWEN3_NEXT = Family("qwen3_next", "Qwen3Next", _next_tensors, _read_experts, predicts_several=True)
 """Qwen3-Next: experts in every layer."""
 
 QWEN3_5 = Family(
@@ -173,7 +138,6 @@ QWEN3_5 = Family(
     "Qwen3_5",
     lambda config: _by_kind(config, DECODER, _projections(config)),
     _read,
-    _write,
     score_architecture="Qwen3_5Text",
     predicts_several=True,
 )
@@ -184,7 +148,6 @@ QWEN3_5_MOE = Family(
     "Qwen3_5Moe",
     lambda config: _by_kind(config, _MIXTURE, _projections(config)),
     _read_experts,
-    _write_experts,
     predicts_several=True,
 )
 """Qwen3.5-MoE (text): the layers of Qwen3-Next, with separate tensors for the projections."""

@@ -7,12 +7,22 @@ from typing import Any
 
 from jaxrlhf.models.config import Sections, Vision
 from jaxrlhf.models.huggingface.families.family import StoredTensor
-from jaxrlhf.models.huggingface.families.fields import Fields
+from jaxrlhf.models.huggingface.families.fields import Fields, Link, written
 from jaxrlhf.models.huggingface.families.sight import VisionFormat, in_tower, joined_heads
 
 _BLOCK = "blocks.{layer}."
 _OLD = {"model.": "model.", "vision.": "visual."}
 _NEW = {"model.": "model.language_model.", "vision.": "model.visual."}
+_LINKS = (
+    Link("hidden_size", "hidden_size"),
+    Link("intermediate_size", "intermediate_size"),
+    Link("depth", "num_layers"),
+    Link("num_heads", "num_heads"),
+    Link("patch_size", "patch_size"),
+    Link("temporal_patch_size", "frames", 2),
+    Link("spatial_merge_size", "merge", 2),
+    Link("out_hidden_size", "out_size"),
+)
 _ACTIVATIONS: dict[str, Any] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 
@@ -78,6 +88,7 @@ def _read(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any], *, f
     given.only("in_channels", 3)
     given.take("in_chans")
     given.take("tokens_per_second")  # for videos
+    given.default(patch_size=given.take("spatial_patch_size"))
     turned = text.get("rope_parameters") or text.get("rope_scaling") or {}
     pairs = turned.get("mrope_section")
     if pairs is None:
@@ -91,21 +102,13 @@ def _read(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any], *, f
         start_token=whole.get("vision_start_token_id"),
         end_token=whole.get("vision_end_token_id"),
         video_token=whole.get("video_token_id"),
-        hidden_size=given.need("hidden_size"),
-        intermediate_size=given.need("intermediate_size"),
-        num_layers=given.need("depth"),
-        num_heads=given.need("num_heads"),
-        patch_size=given.take("patch_size") or given.need("spatial_patch_size"),
-        frames=given.take("temporal_patch_size", 2),
-        merge=given.take("spatial_merge_size", 2),
-        out_size=given.need("out_hidden_size"),
+        **given.linked(_LINKS),
         sections=Sections(tuple(pairs), interleaved=family != "qwen2_5_vl"),
     )
 
 
 def _read_2_5(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any]) -> Vision:
     given.only("hidden_act", "silu")
-    given.take("spatial_patch_size")
     vision = _read(given, text, whole, family="qwen2_5_vl")
     window, side = given.take("window_size", 112), vision.merge * vision.patch_size
     full = tuple(given.take("fullatt_block_indexes", (7, 15, 23, 31)))
@@ -126,25 +129,15 @@ def _read_3(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any], *,
 
 
 def _write(vision: Vision) -> dict[str, Any]:
-    fields = {
-        "model_type": f"{vision.family}_vision" if vision.family == "qwen2_5_vl" else vision.family,
-        "depth": vision.num_layers,
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.intermediate_size,
-        "num_heads": vision.num_heads,
+    assert vision.window is not None
+    return {
+        "model_type": "qwen2_5_vl_vision",
+        **written(vision, _LINKS),
         "in_channels": 3,
-        "patch_size": vision.patch_size,
-        "temporal_patch_size": vision.frames,
-        "spatial_merge_size": vision.merge,
-        "out_hidden_size": vision.out_size,
-        "hidden_act": next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == vision.activation),
+        "hidden_act": "silu",
+        "window_size": vision.window * vision.merge * vision.patch_size,
+        "fullatt_block_indexes": list(vision.full_layers),
     }
-    if vision.family == "qwen2_5_vl":
-        assert vision.window is not None
-        window = vision.window * vision.merge * vision.patch_size
-        return fields | {"window_size": window, "fullatt_block_indexes": list(vision.full_layers)}
-    fields |= {"num_position_embeddings": vision.positions}
-    return fields | ({"deepstack_visual_indexes": list(vision.deepstack)} if "vl" in vision.family else {})
 
 
 QWEN2_5_VL = VisionFormat(
@@ -162,9 +155,7 @@ QWEN2_5_VL = VisionFormat(
 
 def _third(name: str, architecture: str, text: str, text_type: str) -> VisionFormat:
     read = partial(_read_3, family=name)
-    return VisionFormat(
-        name, f"{architecture}ForConditionalGeneration", text, text_type, _NEW, _tensors_3, read, _write
-    )
+    return VisionFormat(name, f"{architecture}ForConditionalGeneration", text, text_type, _NEW, _tensors_3, read)
 
 
 QWEN3_VL = _third("qwen3_vl", "Qwen3VL", "qwen3", "qwen3_vl_text")

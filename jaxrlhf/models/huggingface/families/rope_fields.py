@@ -98,14 +98,6 @@ def _complete_longrope(rope: dict[str, Any], longest: int) -> int:
     return min(longest, original)
 
 
-def rope_dictionary(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """Return the dictionary of one kind of layers, as in `rope_parameters`."""
-    kind = next(name for name, known in _KINDS.items() if known is (None if scaling is None else type(scaling)))
-    given = {} if scaling is None else {name: value for name, value in asdict(scaling).items() if value is not None}
-    lists = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
-    return {"rope_type": kind, "rope_theta": theta, **lists}
-
-
 def read_two_ropes(given: Fields, *, full_theta: float, sliding_theta: float) -> dict[str, Any]:
     """Read the rotary positions of layers without and with a window; in `rope_parameters` since transformers 5.
 
@@ -133,21 +125,16 @@ def read_two_ropes(given: Fields, *, full_theta: float, sliding_theta: float) ->
     return parse_rope(full, given) | {"sliding_rope_theta": near["rope_theta"]}
 
 
-def write_two_ropes(config: ModelConfig) -> dict[str, Any]:
-    """Return the field that `read_two_ropes` reads."""
-    near = config.rope_theta if config.sliding_rope_theta is None else config.sliding_rope_theta
-    full = rope_dictionary(config.rope_theta, config.rope_scaling)
-    return {"rope_parameters": {"full_attention": full, "sliding_attention": rope_dictionary(near, None)}}
-
-
 def write_rope(config: ModelConfig) -> dict[str, Any]:
     """Return the fields that `read_rope` reads, as transformers 5 writes them and as older versions read them."""
-    rope = rope_dictionary(config.rope_theta, config.rope_scaling)
+    scaling = config.rope_scaling
+    kind = next(name for name, known in _KINDS.items() if known is (None if scaling is None else type(scaling)))
+    given = {} if scaling is None else {name: value for name, value in asdict(scaling).items() if value is not None}
+    scaled = {"rope_type": kind, **given}
     part = {} if config.partial_rotary_factor == 1.0 else {"partial_rotary_factor": config.partial_rotary_factor}
-    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     return {
-        "rope_parameters": rope | part,
+        "rope_parameters": scaled | {"rope_theta": config.rope_theta} | part,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling is None else scaling,
+        "rope_scaling": None if scaling is None else scaled,
         **part,
     }

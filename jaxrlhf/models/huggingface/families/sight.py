@@ -6,19 +6,18 @@ from typing import Any
 
 from jaxrlhf.models.config import ModelConfig, Vision
 from jaxrlhf.models.huggingface.families.family import StoredTensor
-from jaxrlhf.models.huggingface.families.fields import Fields
+from jaxrlhf.models.huggingface.families.fields import Fields, Link, written
 
 TOWER = "vision."
 """Prefix of the names of a tower's tensors in our tables; files have other prefixes."""
 
 
-def _ids(vision: Vision) -> dict[str, Any]:
-    return {
-        "image_token_id": vision.image_token,
-        "video_token_id": vision.video_token,
-        "vision_start_token_id": vision.start_token,
-        "vision_end_token_id": vision.end_token,
-    }
+_TOKENS = (
+    Link("image_token_id", "image_token"),
+    Link("video_token_id", "video_token"),
+    Link("vision_start_token_id", "start_token"),
+    Link("vision_end_token_id", "end_token"),
+)
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,7 @@ class VisionFormat:
       prefixes: Prefixes of names in files that transformers writes, by our prefixes (text-only names and `TOWER`).
       tensors: Function that returns the table of the tower's parameters, by path in the tower.
       read: Function that builds the tower from the fields of `vision_config`, of `text_config` and of the whole file.
-      write: Function that returns the fields of `vision_config`.
-      beside: Function that returns the top-level fields that connect the parts, such as ids of image tokens.
+      write: Function that returns the fields of `vision_config`; None if config.json is always a copy of the source's.
       modules: Prefixes of names in transformers' model, by our prefixes.
       leaves_out: Prefixes of tensors that no forward pass reads.
     """
@@ -46,8 +44,7 @@ class VisionFormat:
     prefixes: Mapping[str, str]
     tensors: Callable[[Vision], Mapping[str, StoredTensor]]
     read: Callable[[Fields, Mapping[str, Any], Mapping[str, Any]], Vision]
-    write: Callable[[Vision], dict[str, Any]]
-    beside: Callable[[Vision], dict[str, Any]] = _ids
+    write: Callable[[Vision], dict[str, Any]] | None = None
     modules: Mapping[str, str] = field(
         default_factory=lambda: {"model.": "model.language_model.", "vision.": "model.visual."}
     )
@@ -56,18 +53,15 @@ class VisionFormat:
     def fields(self, config: ModelConfig, text: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a config.json of the whole model, from the fields of the text part."""
         vision = config.vision
-        assert vision is not None
+        assert vision is not None and vision.sections is not None and self.write is not None
         outside = {name: text.pop(name) for name in ("architectures", "tie_word_embeddings", "dtype") if name in text}
-        if vision.sections is not None:
-            text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": list(vision.sections.pairs)}
-            if vision.sections.interleaved:
-                text["rope_parameters"]["mrope_interleaved"] = True
+        text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": list(vision.sections.pairs)}
         return outside | {
             "architectures": [self.architecture],
             "model_type": self.name,
             "text_config": text | {"model_type": self.text_type},
             "vision_config": self.write(vision),
-            **{name: value for name, value in self.beside(vision).items() if value is not None},
+            **written(vision, _TOKENS),
         }
 
 
@@ -87,12 +81,9 @@ def in_tower(prefix: str, **tensors: tuple[str, str, str]) -> dict[str, StoredTe
 
 def joined_heads(name: str, width: int) -> dict[str, StoredTensor]:
     """Return a table of queries, keys and values that one tensor stacks along its rows, with a bias."""
-    names = ("query", "key", "value")
-    tensors = {
-        f"layers.attention.{part}": StoredTensor(f"{TOWER}{name}.weight", "DNH", "NH D", place * width, 3 * width)
-        for place, part in enumerate(names)
-    }
-    return tensors | {
-        f"layers.attention.{part}_bias": StoredTensor(f"{TOWER}{name}.bias", "NH", "NH", place * width, 3 * width)
-        for place, part in enumerate(names)
-    }
+    tensors, weight, bias = {}, f"{TOWER}{name}.weight", f"{TOWER}{name}.bias"
+    for place, part in enumerate(("query", "key", "value")):
+        rows = "NH", place * width, 3 * width
+        tensors[f"layers.attention.{part}"] = StoredTensor(weight, "DNH", "NH D", inside=rows)
+        tensors[f"layers.attention.{part}_bias"] = StoredTensor(bias, "NH", "NH", inside=rows)
+    return tensors

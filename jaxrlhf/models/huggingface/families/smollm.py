@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.families.family import DECODER, Family
 from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
+from jaxrlhf.models.huggingface.families.windows import read_layer_types
 
 
 def _read(given: Fields) -> dict[str, Any]:
@@ -28,17 +27,5 @@ def _read(given: Fields) -> dict[str, Any]:
     }
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    slides = config.sliding_window is not None
-    return {
-        "attention_bias": False,
-        "mlp_bias": False,
-        "no_rope_layers": [int(turns) for turns in config.rope_layers],
-        "use_sliding_window": slides,
-        "sliding_window": config.sliding_window,
-        "layer_types": write_layer_types(config.sliding_layers) if slides else ["full_attention"] * config.num_layers,
-    }
-
-
-SMOLLM3 = Family("smollm3", "SmolLM3", lambda config: DECODER, _read, _write)
+SMOLLM3 = Family("smollm3", "SmolLM3", lambda config: DECODER, _read)
 """SmolLM3: some layers have no rotary positions; these layers may have a window."""

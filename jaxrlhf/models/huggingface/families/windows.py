@@ -1,6 +1,6 @@
 """Kinds of a checkpoint's layers, from `layer_types` or from older fields."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.models.config import ModelConfig
@@ -32,12 +32,6 @@ def read_layer_types(
     return tuple(kinds[kind] for kind in found)
 
 
-def write_layer_types(flags: Sequence[bool], kinds: Mapping[str, bool] = SLIDING) -> list[str]:
-    """Return the `layer_types` of layers with these flags."""
-    names = {flag: kind for kind, flag in kinds.items()}
-    return [names[flag] for flag in flags]
-
-
 def read_optional_window(given: Fields) -> dict[str, Any]:
     """Read a window that `use_sliding_window` switches on, by default in the layers from `max_window_layers` on."""
     used, window = given.take("use_sliding_window", False), given.take("sliding_window", 4096)
@@ -60,7 +54,7 @@ def write_optional_window(config: ModelConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": True,
         "sliding_window": config.sliding_window,
-        "layer_types": write_layer_types(layers),
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in layers],
         # For versions before `layer_types`, which support no other pattern.
         "max_window_layers": layers.index(True) if any(layers) else len(layers),
     }
