@@ -7,7 +7,7 @@ from typing import Literal
 
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.rewards import ModelReward, RewardPart
-from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings
+from jaxrlhf.config.settings import Finite, NotEmpty, NotNegative, Positive, Settings
 from jaxrlhf.config.sources import DataSet
 from jaxrlhf.config.training import Sampling
 
@@ -31,13 +31,13 @@ class Selection(Settings):
     unique: bool = False
     samples: str | None = None
     online: bool = False
-    band: tuple[float, ...] = (0.05, 0.95)
+    band: tuple[float, float] = (0.05, 0.95)
     order: Literal["shuffled", "given", "by_length", "by_difficulty"] = "shuffled"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            len(self.band) == 2 and self.band[0] <= self.band[1],
+            sorted(self.band) == [*self.band],
             f"Selection.band must be the lowest and the highest mean score, got {self.band}",
         )
         require(
@@ -63,19 +63,15 @@ class NamedData(Settings):
 
     name: str
     data: DataSet
-    rewards: tuple[RewardPart, ...] | None = None
+    rewards: NotEmpty[tuple[RewardPart, ...]] | None = None
     system_prompt: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        owner = type(self).__name__
-        require(
-            self.rewards is None or len(self.rewards) > 0,
-            f"{owner}.rewards is empty; give at least one, or None for the rewards of the run",
-        )
         require(
             not any(isinstance(part, ModelReward) for part in self.rewards or ()),
-            f"{owner}.rewards has a ModelReward, which must score all responses of the run; move it to Config.rewards",
+            f"{type(self).__name__}.rewards has a ModelReward, which must score all responses of the run; move it to "
+            "Config.rewards",
         )
 
 

@@ -15,7 +15,7 @@ from jaxrlhf.config.refusal import checking, require
 from jaxrlhf.config.rewards import RewardPart, Rewards
 from jaxrlhf.config.roles import REWARD, ROLLOUT_COPY, RoleSpec
 from jaxrlhf.config.saved import CHECKPOINT_STEPS, Checkpointing, Stall, TokenRecords
-from jaxrlhf.config.settings import Bound, NotNegative, Positive, Settings
+from jaxrlhf.config.settings import Bound, NotEmpty, NotNegative, Positive, Settings
 from jaxrlhf.config.sources import Model
 from jaxrlhf.config.training import Layout, Rollout, Training
 
@@ -79,7 +79,7 @@ class Config(Settings):
     cluster: RayCluster | None = None
     offload: tuple[str, ...] = ()
     seed: Annotated[NotNegative[int], Bound(lambda value: value < 2**32, "below 2**32")] = 0
-    workdir: str | None = None
+    workdir: NotEmpty[str] | None = None
     resume: bool = True
     stall: Stall = field(default_factory=Stall)
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
@@ -95,7 +95,6 @@ class Config(Settings):
             f"Config.name must be a folder name without separators, got {self.name!r}; to choose where the run is "
             "stored, set workdir",
         )
-        require(self.workdir != "", "Config.workdir is empty; give a folder, or None for runs/<name>")
         wrong = [number for number in self.profile_steps if not 1 <= number <= self.steps]
         require(not wrong, f"profile_steps has {wrong}, but the run has steps 1 to {self.steps}; remove {wrong}")
 

@@ -10,7 +10,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from jaxrlhf.config.lora import Lora
 from jaxrlhf.config.refusal import Refusal, require
 from jaxrlhf.config.serving import RolloutServer
-from jaxrlhf.config.settings import Bound, Finite, NotNegative, Positive, Settings, Share, literals, within
+from jaxrlhf.config.settings import (
+    BelowOne,
+    Bound,
+    Finite,
+    NotEmpty,
+    NotNegative,
+    Positive,
+    Settings,
+    Share,
+    literals,
+    within,
+)
 
 
 @dataclass(frozen=True)
@@ -177,8 +188,8 @@ class Optimizer(Settings):
     learning_rate: Finite[Positive[float]] = 1e-6
     warmup_updates: NotNegative[int] = 0
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    beta1: Share[float] = 0.9
-    beta2: Share[float] = 0.999
+    beta1: BelowOne[float] = 0.9
+    beta2: BelowOne[float] = 0.999
     eps: Finite[Positive[float]] = 1e-8
     weight_decay: Finite[NotNegative[float]] = 0.01
     state_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -189,8 +200,6 @@ class Optimizer(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("beta1", "beta2"):
-            require(getattr(self, name) < 1, f"Optimizer.{name} must be below 1, got 1: the moment would never change")
         require(
             self.factory is not None or not self.arguments,
             f"Optimizer.arguments={self.arguments} require a factory, but factory is None; set one, such as "
@@ -290,10 +299,10 @@ class Sampling(Settings):
     temperature: float = 1.0
     top_p: Annotated[float, Bound(lambda value: 0 < value <= 1, "in (0, 1]")] = 1.0
     top_k: NotNegative[int] = 0
-    min_p: Annotated[float, Bound(lambda value: 0 <= value < 1, "in [0, 1)")] = 0.0
+    min_p: BelowOne[float] = 0.0
     min_tokens: NotNegative[int] = 0
     greedy: bool = False
-    stop_tokens: tuple[str, ...] = ()
+    stop_tokens: tuple[NotEmpty[str], ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -306,7 +315,6 @@ class Sampling(Settings):
             not (self.ignore_eos and self.stop_tokens),
             f"Sampling.ignore_eos=True cannot be combined with stop_tokens={self.stop_tokens}; set only one",
         )
-        require(all(self.stop_tokens), f"Sampling.stop_tokens={self.stop_tokens} has an empty text; remove this text")
 
     @property
     def most_kept(self) -> int:

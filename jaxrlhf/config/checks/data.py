@@ -1,7 +1,5 @@
 """Checks of data sets, rewards, environments and evaluations against each other and the algorithm."""
 
-import math
-
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
 from jaxrlhf.config.algorithms.supervised import SFT
 from jaxrlhf.config.environments import Agent, EnvironmentByRecord, Tools, choices
@@ -95,11 +93,9 @@ def check_environment(config: Config) -> None:
 
 
 def check_weights(config: Config) -> None:
-    """Raise `Refusal` for weights of rewards that are not finite, or all 0."""
+    """Raise `Refusal` for rewards whose weights are all 0."""
     own = {f"data.sources.{number}.rewards": one.rewards or () for number, one in enumerate(config.sources)}
     for name, parts in {"rewards.parts": config.rewards.parts, **own}.items():
-        for index, part in enumerate(parts):
-            require(math.isfinite(part.weight), f"{name}.{index}.weight must be finite, got {part.weight}")
         require(
             not parts or any(part.weight for part in parts) or _environment_rewards(config),
             f"every weight of {name} is 0, so every score is 0; set at least one weight other than 0",
