@@ -29,6 +29,7 @@ from jaxrlhf import models
 from jaxrlhf.config import Layout
 from jaxrlhf.models.config import Experts, ModelConfig
 from jaxrlhf.planner.cost.cost import decoding, forward_cost, generation_cost, head_flops, layer_flops, update_cost
+from jaxrlhf.planner.cost.memory import weights_trained
 from jaxrlhf.planner.workload import Role, Software
 
 CLUSTER = replace(UNIT, machines=2, devices_per_machine=8)
@@ -63,14 +64,14 @@ def test_the_forward_pass_multiplies_as_often_as_xla_says() -> None:
 @pytest.mark.parametrize("layout", SPLITS)
 @pytest.mark.parametrize("remat", [False, True])
 def test_an_update_is_six_operations_a_weight_and_token_however_it_is_split(layout: Layout, remat: bool) -> None:
-    layers = 4 * naive_layer_flops(GROUPED, tokens=TOKENS, context=16)
-    scores = 4 * TOKENS * 4 * 4 * 8 * 16
+    layers = 4 * naive_layer_flops(GROUPED, tokens=TOKENS, context=8)
+    scores = 4 * TOKENS * 4 * 4 * 8 * 8  # a token attends to half of its row
     weights = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
     assert layers == 2 * weights * TOKENS + scores
     expected = (8 if remat else 6) * weights * TOKENS + (4 if remat else 3) * scores
     kept = replace(HALVES, recomputes_logits=False)
     for software, heads in [
-        (replace(Software(), reads_responses=False, skips_masked=False), 4),
+        (replace(Software(), reads_responses=False), 4),
         (ONE_WITH_HEAD, 4),
         (kept, 3),
         (replace(ONE_WITH_HEAD, recomputes_logits=False), 3),
@@ -103,21 +104,18 @@ def test_chunks_of_logits_are_computed_as_often_as_xla_says(chunk_tokens: int | 
     at_once = chunk_tokens or rows * width
     assert counted == pytest.approx(heads * 2 * at_once * 512 * 2048, rel=0.02)
     software = replace(HALVES, recomputes_logits=chunk_tokens is not None)
-    layers = 3 * naive_layer_flops(config, tokens=TOKENS, context=16)
+    layers = 3 * naive_layer_flops(config, tokens=TOKENS, context=8)
     update_s = update_cost(trained(config), Layout(1), WORK, software, UNIT).compute_s
     assert (update_s - layers) / TOKENS * at_once == pytest.approx(counted, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("layout", "every"), [(Layout(2, 2), False), (Layout(2, 1, 2, 2), False), (Layout(2, 2, 1, 2), True)]
-)
-def test_weights_split_both_ways_have_their_gradients_summed_in_each_microbatch(layout: Layout, every: bool) -> None:
-    ours, as_told = (
-        update_cost(trained(DENSE), layout, WORK, replace(HALVES, reduces_every_microbatch=told), UNIT)
-        for told in (None, every)
-    )
-    other = update_cost(trained(DENSE), layout, WORK, replace(HALVES, reduces_every_microbatch=not every), UNIT)
-    assert ours == as_told != other
+@pytest.mark.parametrize(("layout", "sums"), [(Layout(2, 2), 1), (Layout(2, 1, 2, 2), 1), (Layout(2, 2, 1, 2), 4)])
+def test_weights_split_both_ways_have_their_gradients_summed_in_each_microbatch(layout: Layout, sums: int) -> None:
+    """Two replicas take as long as one with half of the responses, and the sums of their gradients."""
+    alone, half = replace(layout, data=1), replace(WORK, responses=32)
+    two = update_cost(trained(DENSE), layout, WORK, HALVES, UNIT).collective_s
+    one = update_cost(trained(DENSE), alone, half, HALVES, UNIT).collective_s
+    assert two - one == pytest.approx(sums * weights_trained(DENSE, "lm", None, layout) * 2)
 
 
 def test_sharded_weights_move_three_times_where_replicas_move_twice() -> None:
@@ -208,14 +206,12 @@ def drawn(rng: random.Random):
     model = rng.choice([DENSE, GROUPED, ROUTED])
     role = trained(model, remat=rng.random() < 0.5, rows_per_microbatch=rng.choice([1, 3, 64]))
     software = Software(
-        reduces_every_microbatch=rng.random() < 0.5,
         pipeline_parts_per_stage=rng.choice([None, 4]),
         scatters_between_stages=rng.random() < 0.5,
         head_on_last_stage=rng.random() < 0.5,
         recomputes_logits=rng.random() < 0.5,
         adds_gradients=rng.random() < 0.5,
         decode_tokens_per_dispatch=rng.choice([None, 1, 16]),
-        skips_masked=rng.random() < 0.5,
         reads_responses=rng.random() < 0.5,
     )
     hardware = replace(CLUSTER, **{name: 10 ** rng.uniform(-3, 3) for name in RATES}, layer_overhead_s=1.0)

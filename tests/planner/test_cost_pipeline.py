@@ -16,7 +16,7 @@ CLUSTER = replace(UNIT, machines=2, devices_per_machine=8, link_bytes_per_s=FREE
 PRODUCTS = replace(UNIT, link_bytes_per_s=FREE)
 ONE_PIPELINE = replace(HALVES, pipeline_parts_per_stage=None)
 ON_LAST = replace(HALVES, head_on_last_stage=True)
-LAYERS = 4 * naive_layer_flops(DENSE, tokens=TOKENS, context=16)
+LAYERS = 4 * naive_layer_flops(DENSE, tokens=TOKENS, context=8)
 LM_HEAD = 2 * TOKENS * 32 * 64
 WIDE = replace(DENSE, num_heads=8, num_kv_heads=8)
 

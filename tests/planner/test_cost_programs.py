@@ -28,8 +28,8 @@ def batched(budget: int, layout: Layout, width: int, length: int, responses: int
 
 
 def test_a_response_to_each_prompt_shares_nothing_in_any_epoch() -> None:
-    work, software = Workload(64, 64, 512, 512, 1024, epochs=4, updates=4), replace(HALVES, shares_prompts=True)
-    batch = batch_of(trained(DENSE, tokens_per_microbatch=4096), Layout(1), 64, work, software)
+    work = Workload(64, 64, 512, 512, 1024, epochs=4, updates=4)
+    batch = batch_of(trained(DENSE, tokens_per_microbatch=4096), Layout(1), 64, work, HALVES)
     assert not batch.shares and batch.microbatches * batch.tokens == 64 * 1024
 
 
@@ -82,7 +82,7 @@ def test_microbatches_with_shared_prompts_are_those_that_the_workers_make(layout
         )
         work = Workload(prompts, len(every_B), prompt_tokens, own, width)
         role = trained(DENSE, tokens_per_microbatch=training.tokens_per_microbatch)
-        batch = batch_of(role, layout, len(every_B), work, replace(HALVES, shares_prompts=True))
+        batch = batch_of(role, layout, len(every_B), work, HALVES)
         assert batch.microbatches == packed.microbatches, (prompts, prompt_tokens, own, width)
         shared = next(packed.rows()).shared_prefix is not None
         assert batch.tokens * shards == packed.pack(alike.token_BT)[0].size

@@ -23,9 +23,8 @@ WORK = Workload(prompts=8, responses=8, prompt_tokens=50.0, response_tokens=50.0
 LEARNER = Role("actor", SMALL, "lm", passes=0, trained=True)
 REFERENCE = Role("reference", TINY, "lm")
 # 100 tokens in float16: inputs of 10 layers; of one 6 residuals and the inputs of 2 norms, 4000 of heads and 18000 of
-# the MLP; 1000 of mixed heads and 500 scores in float32, as many weights in float16 and the gradients of both. Logits
-# and their gradient, which take less, are gone by then.
-ACTIVATIONS = 100 * ((10 * 1000 + 8000 + 22_000) * 2 + 1000 * 4 + 500 * 12)
+# the MLP; 1000 of mixed heads in float32. Logits and their gradient, which take less, are gone by then.
+ACTIVATIONS = 100 * ((10 * 1000 + 8000 + 22_000) * 2 + 1000 * 4)
 LEARNER_BYTES = WEIGHTS * (4 + 4 + 8) + ACTIVATIONS
 GATHERED = 2 * 13_000_000 * 2  # two layers; the embedding is gathered when they are not
 LAST = "fewer tokens_per_microbatch, shorter sequences or devices with more memory would help"
@@ -86,8 +85,8 @@ def test_where_nothing_splits_the_weights_no_number_of_machines_helps():
     whole = replace(SMALL, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1000)
     problem = a_problem((replace(LEARNER, model=whole),), hardware_of(1, 1, 1e8), fsdp=False)
     # The residual stream into the layer; of it 8000 + 4000 of heads + 18000 of the MLP, mixed heads once more in
-    # float32, and 50 scores of one head.
-    needs = 15_003_000 * 16 + 100 * ((1000 + 30_000) * 2 + 1000 * 4 + 50 * 12)
+    # float32.
+    needs = 15_003_000 * 16 + 100 * ((1000 + 30_000) * 2 + 1000 * 4)
     advice = (
         "more machines do not help; offload=('actor',) would free the most memory; "
         "fsdp layouts would split weights further; "

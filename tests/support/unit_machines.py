@@ -54,11 +54,8 @@ HALVES = Software(
     cache_copies=1.0,
     decode_tokens_per_dispatch=None,
     reads_responses=False,
-    skips_masked=False,
-    shares_prompts=False,
 )
-"""Software in two bytes a number, without copies, program starts and shared prompts; logits and attention scores are
-computed for all tokens."""
+"""Software in two bytes a number, without copies and program starts; logits are computed for all tokens."""
 
 
 def trained(model: ModelConfig, **changes) -> Role:
