@@ -128,6 +128,7 @@ def test_setting_refuses(refused):
         lambda: Rewards(timeout_s=0),
         lambda: Rewards(timeout_s=math.inf),
         lambda: FunctionReward(function="score"),
+        *[lambda weight=weight: ArithmeticReward(weight=weight) for weight in (math.nan, math.inf)],
         lambda: AdaptiveKL(horizon=0),
         lambda: KLInReward(coefficient=0),
         lambda: KLInLoss(coefficient=-1),
@@ -217,12 +218,10 @@ def test_contradiction_is_refused(refused):
             {"rollout": Rollout(sampling=Sampling(**{name: value}))}
             for name, value in {"greedy": True, "top_p": 0.9, "top_k": 65, "min_tokens": 2}.items()
         ],
-        {"rewards": Rewards(parts=(FormatReward(), ArithmeticReward(weight=float("nan"))))},
         {"rewards": Rewards(parts=(FormatReward(weight=0), ArithmeticReward(weight=0.0)))},
         {"rewards": Rewards(parts=())},
         {"rewards": Rewards(parts=()), "environment": TOOLS},
         {"data": Mixture((Source(name="a", data=Arithmetic(), rewards=(FormatReward(weight=0.0),)),))},
-        {"data": Mixture((Source(name="a", data=Arithmetic(), rewards=(FormatReward(weight=math.inf),)),))},
         {"algorithm": RewardModel(), "data": ArithmeticPairs(), "evaluation": FURTHER},
         {"algorithm": SFT(), "selection": Selection(online=True), "token_records": TokenRecords(entropy=True)},
         {"algorithm": DPO(), "data": PairFile("pairs.jsonl", margin_key="margin", safe_keys=("good", "bad"))},
