@@ -100,13 +100,10 @@ class Software:
       scatters_between_stages: Whether each tensor shard sends only its part of the residual stream to the next stage.
       head_on_last_stage: Whether the first stage alone looks tokens up and the last stage alone computes the logits;
         tables are then gathered like layers.
-      adds_gradients: Whether a microbatch's gradient is a separate whole array before it is added to the sum.
       unstacks_layers: Whether decoding reads unstacked layers; the stack is deleted, unless it is also trained.
       cache_copies: Largest number of copies of the cache during decoding.
       decode_tokens_per_dispatch: Number of tokens that one program decodes; None counts no program starts, and no
         reads of unused cache capacity.
-      recomputes_logits: Whether chunks of logits are computed again in the backward pass.
-      reads_responses: Whether logits are computed only for tokens of responses.
       compiler: XLA backend whose extra copies are counted; None counts none. The TPU compiler casts all layer weights
         of a device before the layers run, keeps MLP activations of recomputed layers in float32, and pads the cache of
         each head. If weights are split by width, it also keeps a second copy of a device's shard of a microbatch's
@@ -123,12 +120,9 @@ class Software:
     pipeline_parts_per_stage: int | None = PIPELINE_PARTS_PER_STAGE
     scatters_between_stages: bool = False
     head_on_last_stage: bool = False
-    adds_gradients: bool = True
     unstacks_layers: bool = True
     cache_copies: float = 1.5
     decode_tokens_per_dispatch: int | None = Rollout.decode_tokens_per_dispatch
-    recomputes_logits: bool = True
-    reads_responses: bool = True
     compiler: Literal["gpu", "tpu"] | None = None
     pages: bool = False
 

@@ -176,13 +176,11 @@ class Exhaustive:
 # Problems.
 
 PLAIN = Software(
-    adds_gradients=False,
     unstacks_layers=False,
     cache_copies=1.0,
     decode_tokens_per_dispatch=None,
-    reads_responses=False,
 )
-"""Software without copies and without overhead of program starts."""
+"""Software without copies and without overhead of program starts in generation."""
 LEAN = replace(PLAIN, weight_bytes=2, pipeline_parts_per_stage=None, head_on_last_stage=True)
 REAL = Software(decode_tokens_per_dispatch=2)
 """Software of the engine, for responses of a few tokens."""
@@ -249,7 +247,7 @@ def a_problem(seed: int, dataflow: str | None = None, shape: tuple[int, int] | N
     longest = draw.choice([10, 14])
     slots = draw.choice([None, None, 3])
     work = Workload(4, draw.choice([8, 12]), 4.0, draw.choice([3.5, 6.0]), longest, draw.choice([1, 2]), slots=slots)
-    software = draw.choice([PLAIN, REAL, LEAN, replace(LEAN, adds_gradients=True, cache_copies=2.5)])
+    software = draw.choice([PLAIN, REAL, LEAN, replace(LEAN, cache_copies=2.5)])
     offloads = draw.choice([((),), ((), (f"{trained[0]}.optimizer",)), ((), tuple(frozen), (*trained, *frozen))])
     problem = PlacementProblem(
         roles, work, software, machines_of(draw, shape, roles), offloads, fsdp=draw.random() < 0.5

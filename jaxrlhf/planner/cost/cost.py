@@ -94,7 +94,7 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     kept = software.weight_bytes + role.optimizer_bytes_with(software)
     touched = held * (software.gradient_bytes + 2 * kept)
     # Adding a microbatch's gradient reads two and writes one.
-    touched += batch.microbatches * held * 3 * software.gradient_bytes * software.adds_gradients
+    touched += batch.microbatches * held * 3 * software.gradient_bytes
     optimizer = touched / hardware.reached_bytes_per_s
     if role.remat and role.offloads:  # to the host and back in each microbatch, assuming no overlap with compute
         kept = role.model.stream_width + mixed_width(role.model, layout) * batch.shares
@@ -113,7 +113,7 @@ def _pass(role: Role, layout: Layout, batch: Batch, software: Software, hardware
     # Products count in forward passes. Products with frozen weights count one less, because these have no gradient.
     frozen = backward and role.lora is not None
     passes = 1 if not backward else 3 + role.remat
-    head_passes = 1 if not backward else 3 + (software.recomputes_logits and role.head == "lm")
+    head_passes = 1 if not backward else 3 + (role.head == "lm")  # chunks of logits are computed again
     head_passes -= frozen and role.head == "lm"
     attention = layer_flops(model, tokens=batch.attended_tokens, context=context)
     attention -= layer_flops(model, tokens=batch.attended_tokens, context=0)

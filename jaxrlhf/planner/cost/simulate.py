@@ -228,7 +228,7 @@ def held_bytes(role: Role, layout: Layout, software: Software) -> RoleBytes:
     learnt = weights_trained(role.model, role.head, role.lora, layout)
     frozen = 0.0 if role.lora is None else weights
     each = bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes)
-    gradients = learnt * software.gradient_bytes * (1 + software.adds_gradients)
+    gradients = 2 * learnt * software.gradient_bytes  # of a microbatch, and the sum
     return RoleBytes(
         frozen * each + learnt * software.weight_bytes, learnt * role.optimizer_bytes_with(software), gradients
     )
