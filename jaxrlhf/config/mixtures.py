@@ -1,7 +1,5 @@
 """Selection of training records, mixtures of data sets, and evaluation settings."""
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -93,11 +91,7 @@ class Source(NamedData):
 class Mixture(Settings):
     """Mixture of data sets; every step samples from each data set in proportion to its weight."""
 
-    sources: tuple[Source, ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_names([source.name for source in self.sources], "Mixture.sources")
+    sources: NotEmpty[tuple[Source, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,14 +134,3 @@ class Evaluation(Settings):
 
 
 Data = DataSet | Mixture
-
-
-def check_names(names: Sequence[str], what: str) -> None:
-    """Raise `Refusal` if names are missing, repeated, or contain characters that metric names cannot have."""
-    require(len(names) > 0, f"{what} is empty; give at least one")
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    wrong = [name for name in names if not name or set(name) & set("/@ ")]
-    require(
-        not twice and not wrong,
-        f"{what} require different names without '/', '@' and spaces, got {list(names)}",
-    )

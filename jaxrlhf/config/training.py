@@ -106,29 +106,18 @@ class Layout(Settings):
 
     @property
     def micro_context(self) -> int:
-        """Number of generation replicas that the devices of `context` form."""
-        self._require_refinement("micro_context")
+        """Number of generation replicas that the devices of `context` form, if training refines generation."""
         return self.context // self.generation_context
 
     @property
     def micro_stage(self) -> int:
-        """p / p_g. One training replica forms `micro_stage * micro_tensor` generation replicas."""
-        self._require_refinement("micro_stage")
+        """p / p_g. One training replica that refines generation forms `micro_stage * micro_tensor` replicas of it."""
         return self.stage // self.generation_stage
 
     @property
     def micro_tensor(self) -> int:
         """t / t_g; see `micro_stage`."""
-        self._require_refinement("micro_tensor")
         return self.tensor // self.generation_tensor
-
-    def _require_refinement(self, name: str) -> None:
-        require(
-            self.refines,
-            f"Layout.{name} requires sizes divisible by those of generation, got context={self.context}, "
-            f"stage={self.stage}, tensor={self.tensor}, generation_context={self.generation_context}, "
-            f"generation_stage={self.generation_stage}, generation_tensor={self.generation_tensor}",
-        )
 
 
 @dataclass(frozen=True)

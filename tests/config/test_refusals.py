@@ -112,7 +112,6 @@ def test_setting_refuses(refused):
         lambda: FromScratch(experts=2, experts_per_token=3),
         lambda: Layout(data=0),
         lambda: Layout(generation_stage=0),
-        lambda: Layout(tensor=6, generation_tensor=4).micro_tensor,
         lambda: Sampling(temperature=0),
         lambda: Sampling(ignore_eos=True, stop_tokens=("x", "y")),
         lambda: Sampling(stop_tokens=("</answer>", "")),

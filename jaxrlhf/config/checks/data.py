@@ -3,7 +3,6 @@
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
 from jaxrlhf.config.algorithms.supervised import SFT
 from jaxrlhf.config.environments import Agent, EnvironmentByRecord, Tools, choices
-from jaxrlhf.config.mixtures import check_names
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.rewards import ArithmeticReward, Gsm8kReward, MathReward
 from jaxrlhf.config.roles import REWARD
@@ -14,8 +13,10 @@ from jaxrlhf.config.sources import PromptFields
 def check_sources(config: Config) -> None:
     """Raise `Refusal` for a name of two data sets, and for sources with an environment that does not exist."""
     names = [one.name for one in (*config.sources, *config.evaluation.sets)]
-    if names:
-        check_names(names, "Mixture.sources and Evaluation.sets")
+    require(
+        len({*names}) == len(names) and not any(not name or {*name} & {*"/@ "} for name in names),
+        f"Mixture.sources and Evaluation.sets require different names without '/', '@' and spaces, got {names}",
+    )
     for parts in config.source_rewards.values():
         config.rewards.check_limits(parts)
     there = [] if config.environment is None else [one.name for one in choices(config.environment)]
