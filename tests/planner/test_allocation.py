@@ -11,8 +11,8 @@ from small_problems import PLAIN
 
 from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.plan import Infeasible, PlacementPlan, PlacementProblem
-from jaxrlhf.planner.search.allocation import allocate, stage_seconds
+from jaxrlhf.planner.plan import Infeasible, PlacementProblem
+from jaxrlhf.planner.search.allocation import allocate
 from jaxrlhf.planner.search.mapping import placements, search
 from jaxrlhf.planner.search.pool_options import Point
 from jaxrlhf.planner.workload import Role, Workload
@@ -33,10 +33,6 @@ def hardware_of(count: int, machine: int, **changes) -> Hardware:
 
 def a_problem(roles: tuple[Role, ...], hardware: Hardware, work: Workload = WORK, **changes) -> PlacementProblem:
     return PlacementProblem(roles, work, PLAIN, hardware, **changes)
-
-
-def pools_of(plan: PlacementPlan) -> list[tuple[tuple[str, ...], int]]:
-    return [(pool.roles, pool.devices) for pool in plan.pools]
 
 
 # Set partitions.
@@ -110,22 +106,6 @@ def test_the_allocation_is_the_cheapest_of_all(shared, ties):
         assert [point.roles for point in found.points] == [(str(place),) for place in range(len(pools))]
         assert all(point in pool for point, pool in zip(found.points, pools, strict=True))
     assert 50 < sum(outcomes) < 250
-
-
-def test_pools_without_room_have_no_allocation():
-    hardware = machines(machines=1, devices_per_machine=4)
-    one = [Point(("a",), 3, (1.0, 1.0, 1.0), (), None)]
-    assert allocate([one, []], hardware, within=math.inf) == (None, 0)
-    assert allocate([one, one], hardware, within=math.inf)[0] is None
-    found, _ = allocate([one], hardware, within=math.inf)
-    assert found is not None
-    assert allocate([one], hardware, within=found.seconds)[0] is None  # not faster than the limit
-
-
-def test_stages_wait_for_the_slowest_pool():
-    pools = [(1.0, 5.0, 2.0), (4.0, 1.0, 3.0)]
-    assert stage_seconds(pools, shared=False) == [4, 5, 3]
-    assert sum(stage_seconds(pools, shared=True)) == 16
 
 
 # Bytes by hand.
