@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from jaxrlhf.config.refusal import Refusal, checking
 
@@ -62,8 +62,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not checking():
             return
-        for name, annotation in _annotations(type(self)).items():
-            for words, value in _refused(getattr(self, name), annotation):
+        for name, bounds in _bounded(type(self)):
+            for words, value in bounds.refused(getattr(self, name)):
                 raise Refusal(f"{type(self).__name__}.{name} must be {words}, got {value!r}")
 
 
@@ -87,26 +87,48 @@ def literals(arguments: Sequence[str], what: str) -> dict[str, Any]:
     return found
 
 
+class _Bounds(NamedTuple):
+    """Bounds of an annotation: of a value, and of each entry of a tuple.
+
+    Attributes:
+      repeated: Whether `entries` has a single member, for all entries.
+      optional: Whether None is also accepted.
+    """
+
+    own: tuple[Bound, ...] = ()
+    entries: tuple["_Bounds", ...] = ()
+    repeated: bool = False
+    optional: bool = False
+
+    @classmethod
+    def of(cls, annotation: Any) -> "_Bounds":
+        members = get_args(annotation)
+        if get_origin(annotation) is Annotated:
+            bounds = cls.of(members[0])
+            return bounds._replace(own=(*bounds.own, *(one for one in members[1:] if isinstance(one, Bound))))
+        if get_origin(annotation) is tuple:
+            entries = tuple(cls.of(member) for member in members if member is not Ellipsis)
+            return cls(entries=entries, repeated=members[-1:] == (Ellipsis,)) if any(map(any, entries)) else cls()
+        if get_origin(annotation) in (Union, UnionType):
+            bounded = [bounds for member in members if any(bounds := cls.of(member))]
+            return bounded[0]._replace(optional=type(None) in members) if bounded else cls()
+        return cls()
+
+    def refused(self, value: Any) -> Iterator[tuple[str, object]]:
+        """Yield each value out of bounds, after what the value must be."""
+        if self.optional and value is None:
+            return
+        for bound in self.own:
+            if words := bound.refusal(value):
+                yield words + " or None" * self.optional, value
+        if self.entries and isinstance(value, tuple):  # `check_types` refuses a wrong number of entries
+            for entry, bounds in zip(value, self.entries * (len(value) if self.repeated else 1), strict=False):
+                yield from bounds.refused(entry)
+
+
 @cache
-def _annotations(owner: Any) -> dict[str, Any]:
-    """Return the annotations of a dataclass's fields, bounds included."""
+def _bounded(owner: Any) -> list[tuple[str, _Bounds]]:
+    """Return the bounded fields of a dataclass, by name."""
     hints = get_type_hints(owner, include_extras=True)
-    return {field.name: hints[field.name] for field in fields(owner)}
-
-
-def _refused(value: Any, annotation: Any) -> Iterator[tuple[str, object]]:
-    """Yield each value out of bounds, of the field or an entry of the field, after what the value must be."""
-    members = get_args(annotation)
-    if get_origin(annotation) is Annotated:
-        for bound in members[1:]:
-            if isinstance(bound, Bound) and (words := bound.refusal(value)):
-                yield words, value
-        yield from _refused(value, members[0])
-    elif get_origin(annotation) is tuple and isinstance(value, tuple):
-        kinds = members[:1] * len(value) if members[1:] == (Ellipsis,) else members
-        for entry, kind in zip(value, kinds, strict=False):  # `check_types` refuses a wrong number of entries
-            yield from _refused(entry, kind)
-    elif get_origin(annotation) in (Union, UnionType):
-        optional = type(None) in members
-        for member in () if optional and value is None else members:
-            yield from ((words + " or None" * optional, wrong) for words, wrong in _refused(value, member))
+    found = [(field.name, _Bounds.of(hints[field.name])) for field in fields(owner)]
+    return [(name, bounds) for name, bounds in found if bounds.own or bounds.entries]
