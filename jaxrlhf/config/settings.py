@@ -62,9 +62,10 @@ class Settings:
     def __post_init__(self) -> None:
         if not checking():
             return
-        for name, bounds in _bounded(type(self)):
+        owner: Any = type(self)
+        for name, bounds in _bounded(owner):
             for words, value in bounds.refused(getattr(self, name)):
-                raise Refusal(f"{type(self).__name__}.{name} must be {words}, got {value!r}")
+                raise Refusal(f"{owner.__name__}.{name} must be {words}, got {value!r}")
 
 
 def literals(arguments: Sequence[str], what: str) -> dict[str, Any]:
