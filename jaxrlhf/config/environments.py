@@ -2,10 +2,10 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from jaxrlhf.config.refusal import require
-from jaxrlhf.config.settings import Finite, NotEmpty, Positive, Reference, Settings
+from jaxrlhf.config.settings import REFERENCE, Finite, NotEmpty, Positive, Reference, Settings, each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Tools(Turns):
         schema is made from the type hints and the Google-style docstring.
     """
 
-    functions: NotEmpty[tuple[Reference, ...]] = ()
+    functions: Annotated[tuple[str, ...], each(REFERENCE)] = ()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,18 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from jaxrlhf.config.refusal import Refusal, require
-from jaxrlhf.config.settings import Bound, Finite, NotEmpty, NotNegative, Positive, Reference, Settings
+from jaxrlhf.config.settings import (
+    FINITE,
+    NOT_EMPTY,
+    Bound,
+    Finite,
+    NotEmpty,
+    NotNegative,
+    Positive,
+    Reference,
+    Settings,
+    each,
+)
 from jaxrlhf.config.training import Layout
 
 JUDGE_TEMPLATE = """Rate how well the response below answers the prompt: whether it is right, helpful and clear.
@@ -104,7 +115,7 @@ class FormatReward(Settings):
 class TagsReward(Settings):
     """Share of the tags that are opened and closed exactly once, in this order: `<think>...</think><answer>...`"""
 
-    names: NotEmpty[tuple[NotEmpty[str], ...]] = ("think", "answer")
+    names: Annotated[tuple[str, ...], each(NOT_EMPTY)] = ("think", "answer")
     weight: Finite[float] = 0.1
 
 
@@ -138,8 +149,8 @@ class CosineLengthReward(Settings):
 
     max_characters: Positive[int]
     correct: Gsm8kReward | ArithmeticReward | MathReward | FunctionReward = field(default_factory=Gsm8kReward)
-    right: tuple[Finite[float], Finite[float]] = (1.0, 0.5)
-    wrong: tuple[Finite[float], Finite[float]] = (-1.0, -0.5)
+    right: Annotated[tuple[float, float], each(FINITE)] = (1.0, 0.5)
+    wrong: Annotated[tuple[float, float], each(FINITE)] = (-1.0, -0.5)
     too_long: Finite[float] = -1.0
     weight: Finite[float] = 1.0
 

@@ -4,16 +4,13 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxrlhf.config.refusal import require
-from jaxrlhf.config.settings import Bound, Finite, NotEmpty, Positive, Settings
+from jaxrlhf.config.settings import Bound, Finite, Positive, Settings, each
 
-Address = Annotated[
+_ADDRESS = Bound(
+    lambda url: url.startswith(("http://", "https://")) and not url.endswith(("/", "/v1")),
+    "an address without a path, such as 'http://localhost:8000'",
     str,
-    Bound(
-        lambda url: url.startswith(("http://", "https://")) and not url.endswith(("/", "/v1")),
-        "an address without a path, such as 'http://localhost:8000'",
-        str,
-    ),
-]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +69,7 @@ class RolloutServer(Settings):
       api_key_env: Environment variable with the API key; the key itself is never written anywhere.
     """
 
-    urls: NotEmpty[tuple[Address, ...]]
+    urls: Annotated[tuple[str, ...], each(_ADDRESS)]
     api: Literal["vllm", "sglang"] = "vllm"
     folder: str | None = None
     concurrency: Positive[int] = 256

@@ -2,13 +2,13 @@
 
 import ast
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
-from jaxrlhf.config.refusal import Refusal, checking
+from jaxrlhf.config.refusal import Refusal, require
 
 Number = TypeVar("Number")
 Sized = TypeVar("Sized")
@@ -40,14 +40,23 @@ def within(low: float, high: float) -> Bound:
     return Bound(lambda value: low <= value <= high, f"in [{low}, {high}]")
 
 
+def each(bound: Bound) -> Bound:
+    """Return the bound of a tuple that has entries, and whose entries are all within `bound`."""
+    words = f"one or more, each {bound.words}"
+    return Bound(lambda entries: bool(entries) and all(map(bound.holds, entries)), words, tuple)
+
+
+FINITE = Bound(math.isfinite, "finite")
+NOT_EMPTY = Bound(len, "non-empty", str | tuple)
+REFERENCE = Bound(lambda text: ":" in text, "'module:name' or 'file.py:name'", str)
 Positive = Annotated[Number, Bound(lambda value: value > 0, "above 0")]
 NotNegative = Annotated[Number, Bound(lambda value: value >= 0, "0 or more")]
-Finite = Annotated[Number, Bound(math.isfinite, "finite")]
+Finite = Annotated[Number, FINITE]
 Share = Annotated[Number, within(0.0, 1.0)]
 BelowOne = Annotated[Number, Bound(lambda value: 0 <= value < 1, "in [0, 1)")]
 OneOrMore = Annotated[Number, Bound(lambda value: value >= 1, "1 or more")]
-NotEmpty = Annotated[Sized, Bound(len, "non-empty", str | tuple)]
-Reference = Annotated[str, Bound(lambda text: ":" in text, "'module:name' or 'file.py:name'", str)]
+NotEmpty = Annotated[Sized, NOT_EMPTY]
+Reference = Annotated[str, REFERENCE]
 
 
 class Settings:
@@ -60,12 +69,12 @@ class Settings:
     removed: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
-        if not checking():
-            return
         owner: Any = type(self)
-        for name, bounds in _bounded(owner):
-            for words, value in bounds.refused(getattr(self, name)):
-                raise Refusal(f"{owner.__name__}.{name} must be {words}, got {value!r}")
+        for name, bounds, optional in _bounds(owner):
+            value = getattr(self, name)
+            for bound in () if optional and value is None else bounds:
+                words = bound.refusal(value)
+                require(not words, f"{owner.__name__}.{name} must be {words}{' or None' * optional}, got {value!r}")
 
 
 def literals(arguments: Sequence[str], what: str) -> dict[str, Any]:
@@ -88,48 +97,15 @@ def literals(arguments: Sequence[str], what: str) -> dict[str, Any]:
     return found
 
 
-class _Bounds(NamedTuple):
-    """Bounds of an annotation: of a value, and of each entry of a tuple.
-
-    Attributes:
-      repeated: Whether `entries` has a single member, for all entries.
-      optional: Whether None is also accepted.
-    """
-
-    own: tuple[Bound, ...] = ()
-    entries: tuple["_Bounds", ...] = ()
-    repeated: bool = False
-    optional: bool = False
-
-    @classmethod
-    def of(cls, annotation: Any) -> "_Bounds":
-        members = get_args(annotation)
-        if get_origin(annotation) is Annotated:
-            bounds = cls.of(members[0])
-            return bounds._replace(own=(*bounds.own, *(one for one in members[1:] if isinstance(one, Bound))))
-        if get_origin(annotation) is tuple:
-            entries = tuple(cls.of(member) for member in members if member is not Ellipsis)
-            return cls(entries=entries, repeated=members[-1:] == (Ellipsis,)) if any(map(any, entries)) else cls()
-        if get_origin(annotation) in (Union, UnionType):
-            bounded = [bounds for member in members if any(bounds := cls.of(member))]
-            return bounded[0]._replace(optional=type(None) in members) if bounded else cls()
-        return cls()
-
-    def refused(self, value: Any) -> Iterator[tuple[str, object]]:
-        """Yield each value out of bounds, after what the value must be."""
-        if self.optional and value is None:
-            return
-        for bound in self.own:
-            if words := bound.refusal(value):
-                yield words + " or None" * self.optional, value
-        if self.entries and isinstance(value, tuple):  # `check_types` refuses a wrong number of entries
-            for entry, bounds in zip(value, self.entries * (len(value) if self.repeated else 1), strict=False):
-                yield from bounds.refused(entry)
-
-
 @cache
-def _bounded(owner: Any) -> list[tuple[str, _Bounds]]:
-    """Return the bounded fields of a dataclass, by name."""
-    hints = get_type_hints(owner, include_extras=True)
-    found = [(field.name, _Bounds.of(hints[field.name])) for field in fields(owner)]
-    return [(name, bounds) for name, bounds in found if bounds.own or bounds.entries]
+def _bounds(owner: type) -> list[tuple[str, tuple[Bound, ...], bool]]:
+    """Return the bounded fields of a dataclass: name, bounds, and True if the field may be None."""
+    hints, found = get_type_hints(owner, include_extras=True), []
+    for field in fields(owner):
+        members = get_args(hints[field.name]) if get_origin(hints[field.name]) is not Annotated else ()
+        optional = type(None) in members
+        for member in (hints[field.name], *members):
+            bounds = tuple(extra for extra in getattr(member, "__metadata__", ()) if isinstance(extra, Bound))
+            if bounds:
+                found.append((field.name, bounds, optional))
+    return found

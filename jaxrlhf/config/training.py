@@ -14,7 +14,6 @@ from jaxrlhf.config.settings import (
     BelowOne,
     Bound,
     Finite,
-    NotEmpty,
     NotNegative,
     Positive,
     Settings,
@@ -291,7 +290,7 @@ class Sampling(Settings):
     min_p: BelowOne[float] = 0.0
     min_tokens: NotNegative[int] = 0
     greedy: bool = False
-    stop_tokens: tuple[NotEmpty[str], ...] = ()
+    stop_tokens: Annotated[tuple[str, ...], Bound(all, "texts that are not empty", tuple)] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
