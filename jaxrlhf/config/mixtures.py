@@ -1,13 +1,15 @@
 """Selection of training records, mixtures of data sets, and evaluation settings."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.rewards import ModelReward, RewardPart
-from jaxrlhf.config.settings import Finite, NotEmpty, NotNegative, Positive, Settings
+from jaxrlhf.config.settings import Bound, Finite, NotEmpty, NotNegative, Positive, Settings
 from jaxrlhf.config.sources import DataSet
 from jaxrlhf.config.training import Sampling
+
+_ASCENDING = Bound(lambda band: sorted(band) == [*band], "the lowest and the highest mean score", tuple)
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,11 @@ class Selection(Settings):
     unique: bool = False
     samples: str | None = None
     online: bool = False
-    band: tuple[float, float] = (0.05, 0.95)
+    band: Annotated[tuple[float, float], _ASCENDING] = (0.05, 0.95)
     order: Literal["shuffled", "given", "by_length", "by_difficulty"] = "shuffled"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            sorted(self.band) == [*self.band],
-            f"Selection.band must be the lowest and the highest mean score, got {self.band}",
-        )
         require(
             self.online or self.samples is not None or self.band == Selection.band,
             f"Selection.band={self.band} filters by mean scores, but samples and online are not set; set one of them",

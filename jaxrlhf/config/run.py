@@ -21,6 +21,11 @@ from jaxrlhf.config.training import Layout, Rollout, Training
 
 COLD_START = "cold_start"
 """Folder of the cold start, within the folder of the run."""
+_FOLDER_NAME = Bound(
+    lambda name: name.strip() not in ("", ".", "..") and not {*name} & {*"/\\"},
+    "a folder name without separators (workdir says where the run is stored)",
+    str,
+)
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
@@ -53,7 +58,7 @@ class Config(Settings):
       profile_steps: Numbers of the steps in which every process profiles its devices, into `workdir/profile/step_N`.
     """
 
-    name: str
+    name: Annotated[str, _FOLDER_NAME]
     algorithm: Algorithm
     steps: Positive[int]
     model: Model
@@ -90,11 +95,6 @@ class Config(Settings):
             return
         check_types(self, "Config")
         super().__post_init__()
-        require(
-            self.name.strip() not in ("", ".", "..") and not set(self.name) & set("/\\"),
-            f"Config.name must be a folder name without separators, got {self.name!r}; to choose where the run is "
-            "stored, set workdir",
-        )
         wrong = [number for number in self.profile_steps if not 1 <= number <= self.steps]
         require(not wrong, f"profile_steps has {wrong}, but the run has steps 1 to {self.steps}; remove {wrong}")
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.settings import (
+    Bound,
     Finite,
     NotEmpty,
     NotNegative,
@@ -99,12 +100,8 @@ class Nnx(Settings):
       max_positions: Longest sequence that the module can process; None is unlimited.
     """
 
-    build: Callable[[Any], Any]
+    build: Annotated[Callable[[Any], Any], Bound(callable, "a function of nnx.Rngs", object)]
     max_positions: Positive[int] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(callable(self.build), f"Nnx.build must be a function of nnx.Rngs, got {self.build!r}")
 
 
 Model = FromScratch | Pretrained | Nnx

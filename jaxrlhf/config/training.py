@@ -284,7 +284,7 @@ class Sampling(Settings):
       ignore_eos: True lets no token end a response, so that each reaches its token limit; for measuring speed.
     """
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Bound(lambda value: value > 0, "above 0 (greedy=True is argmax decoding)")] = 1.0
     top_p: Annotated[float, Bound(lambda value: 0 < value <= 1, "in (0, 1]")] = 1.0
     top_k: NotNegative[int] = 0
     min_p: BelowOne[float] = 0.0
@@ -295,10 +295,6 @@ class Sampling(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.temperature > 0,
-            f"Sampling.temperature must be above 0, got {self.temperature}; for argmax decoding set greedy=True",
-        )
         require(
             not (self.ignore_eos and self.stop_tokens),
             f"Sampling.ignore_eos=True cannot be combined with stop_tokens={self.stop_tokens}; set only one",
