@@ -62,7 +62,7 @@ def batch_of(
         row_tokens = packed_row_tokens(workload.together * workload.longest_tokens, budget=budget, **split)
         prompts = _prompts_in(responses, workload)
         saved = (workload.prompt_tokens - 1) * (1 - prompts / responses)
-        shares = software.shares_prompts and 2 * prompts <= responses and saved >= WORTH_SHARING * length
+        shares = 2 * prompts <= responses and saved >= WORTH_SHARING * length
         rows = max(1, budget // row_tokens)
         split |= {"longest": workload.longest_tokens, "stages": layout.stage, "together": workload.together}
         shape = microbatch_shape_of(
@@ -91,7 +91,7 @@ def batch_of(
         tokens, rows = shape.tokens, shape.rows
         attended = sequences * length / microbatches if shares else tokens
     # Programs that read only responses compute only the needed chunks of logits: padding is not read.
-    read = sequences * workload.response_tokens / microbatches if software.reads_responses else tokens
+    read = sequences * workload.response_tokens / microbatches
     tokens, read, attended = (each / layout.context for each in (tokens, read, attended))
     if layout.stage == 1:
         return Batch(microbatches, tokens, 1, row_tokens, read, attended, shares)
