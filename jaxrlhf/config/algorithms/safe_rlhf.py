@@ -77,7 +77,7 @@ class SafeRLHF(PPO):
       cost_critic: Training of the cost critic.
       cost_critic_model: Checkpoint that the cost critic's trunk starts from; None copies the actor's.
       clip_rewards: Bound on the absolute value of a token's reward and cost, KL included.
-      halve_kl: True charges rewards and costs half of the KL each, as in the paper; this equals half the coefficient.
+      halve_kl: True halves the KL coefficient for rewards and for costs, as in the paper.
       ptx: Worked solutions that preserve the policy's other abilities; None uses none.
     """
 
