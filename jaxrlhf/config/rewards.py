@@ -229,7 +229,7 @@ class JudgeReward(Settings):
       max_tokens: Largest number of tokens of the judge's answer.
       api_key_env: Environment variable with the API key; the key itself is never written anywhere.
       concurrency: Largest number of open requests on each host that scores.
-      attempt_s: Time limit in seconds of one request. Time-outs, 429 and 5xx are retried.
+      attempt_s: Time limit in seconds of one request. Time-outs, 408, 425, 429 and 5xx are retried.
       total_s: Time limit in seconds of all requests for a response, pauses included.
     """
 
@@ -275,7 +275,7 @@ class RemoteReward(Settings):
     Attributes:
       batch_size: Largest number of responses in one request; each worker process has one open request.
       api_key_env: Environment variable with the API key; the key itself is never written anywhere.
-      attempt_s: Time limit in seconds of one request. Time-outs, 429 and 5xx are retried.
+      attempt_s: Time limit in seconds of one request. Time-outs, 408, 425, 429 and 5xx are retried.
       total_s: Time limit in seconds of all requests for a batch, pauses included.
     """
 

@@ -23,7 +23,8 @@ class ServingLimits(Settings):
       body_bytes: Largest request body, in bytes.
       body_s: Time limit in seconds for a request to arrive.
       request_s: Time limit in seconds for an answer; the request is then canceled.
-      connections: Largest number of open connections. Beyond it the connection that is idle for longest is closed.
+      connections: Largest number of open connections. Beyond it the connection is closed that has been
+        silent for longest, if it is idle, its client does not read the answer, or sends requests ahead.
       headers_s: Time limit in seconds for the headers of a request.
     """
 

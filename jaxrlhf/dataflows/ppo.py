@@ -53,7 +53,7 @@ def prepare(
     lam: Array | None = None,
     marks: Mapping[str, Array] | None = None,
 ) -> Minibatches:
-    """Compute rewards per token, advantages and returns, and build the minibatches.
+    """Compute rewards per token, whitened advantages and returns, and build the minibatches.
 
     Args:
       lam: Lambda of the policy's advantages; None takes the lambda of the critic's returns.

@@ -109,7 +109,7 @@ RING_STEP = 64
 
 
 def ring_behind(tokens_per_dispatch: int) -> tuple[int, int]:
-    """Return how far the newest token of a ring may be past the end of a response, and past a prompt that continues it.
+    """Return how many tokens a ring may hold past a response's end, and past the part of it that a later prompt has.
 
     At most two dispatches are in flight, and a prompt may leave out the end of the response that it continues.
     """

@@ -162,6 +162,9 @@ class WorkerGroup:
             self._restart_server()
 
     def _expect_server(self) -> None:
+        """Set the deadline of the fork server's next message; a server that still loads the code has none."""
+        if not self._loaded:
+            return
         self._server_due_s = min(self._server_due_s, time.monotonic() + SERVER_S)
 
     def _release(self, process: Process) -> None:
@@ -237,6 +240,7 @@ class WorkerGroup:
                 match message:
                     case CodeLoaded(about):
                         self.about, self._starts = loads(about.encode(), [self.code.about]), 0
+                        self._loaded = True
                     case CodeRefused(reason):
                         raise Refusal(reason)
                     case ProcessForked(pid, detail):
@@ -281,7 +285,7 @@ class WorkerGroup:
         return CodeFailure("crash", f"its process {ended}")
 
     def _start_server(self) -> None:
-        self._server = ForkServer(self.code, self._output)
+        self._server, self._loaded = ForkServer(self.code, self._output), False
         for source in (self._server, self._server.output):
             self._selector.register(source, selectors.EVENT_READ, (self, source))
 

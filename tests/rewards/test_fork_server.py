@@ -55,10 +55,11 @@ def test_the_logged_output_of_an_import_is_bounded(tmp_path, fails):
 
 @pytest.mark.parametrize("after", ["end", "value"])
 def test_a_stopped_fork_server_is_replaced(tmp_path, monkeypatch, after):
-    """Whether it owes the end of a process or a new process."""
+    """Whether it owes the end of a process or a new process. The next one may load for longer than a fork may take."""
     monkeypatch.setattr(workers, "SERVER_S", 1.0)
     code = """
-        import os, signal
+        import os, signal, time
+        time.sleep(1.2)
         def reward(prompt, response, answer, record):
             if response == "stop":
                 os.kill(os.getppid(), signal.SIGSTOP)

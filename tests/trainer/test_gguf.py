@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrlhf.checkpoint.pretrained import convert
 from jaxrlhf.config import Lora, Pretrained, Refusal, load, override
+from jaxrlhf.trainer import saved_policy
 from jaxrlhf.trainer.publishing.export import Export
 from jaxrlhf.trainer.publishing.gguf import COMMANDS, find_converter
 
@@ -88,13 +90,13 @@ def test_what_could_not_be_written_is_refused_first(tmp_path, monkeypatch, capsy
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_adapters_alone_are_no_gguf_file(tmp_path):
+def test_adapters_alone_are_no_gguf_file(tmp_path, monkeypatch):
     how = {"dtype": None, "average": False, "gguf": "m.gguf", "gguf_type": None, "gguf_converter": None}
     how |= {"push": None, "private": False, "overwrite": False}
     changes = {"cold_start": None, "actor.lora": Lora(rank=2), "model": Pretrained("org/base")}
     config = override(load(tiny_runs.__file__), changes)
     Export(tmp_path / "out", merge=True, **how).check(config)
-    (tmp_path / "run" / "checkpoints" / "step_2" / "actor_adapters").mkdir(parents=True)
+    monkeypatch.setattr(saved_policy, "find_run", lambda run, step, reward_model: SimpleNamespace(adapted=True))
     with pytest.raises(Refusal, match="does not support the tokenizer of FromScratch"):  # before anything is trained
         Export(tmp_path / "out", merge=False, **how).check(load(tiny_runs.__file__))
     alone = Export(tmp_path / "out", merge=False, **how)

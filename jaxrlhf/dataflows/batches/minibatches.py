@@ -65,7 +65,7 @@ def minibatches(
     the step does. A minibatch without a token to train on is left out if the epoch has another minibatch: with a
     gradient of 0 an optimizer would still move by its momentum. Sequences of one episode are in one minibatch.
 
-    If there are fewer sequences than `responses_per_update`, as in a part of a step, they make one minibatch.
+    If there are fewer sequences than `responses_per_update`, they make one minibatch.
 
     Args:
       fields: `[B, T]` arrays that the loss reads, by name.

@@ -21,8 +21,8 @@ class ScoredRollout:
       trained_B: bool, rows to train on; all scorable rows take part in baselines. None trains on all rows.
       metrics: Metrics of everything generated, left-out groups included; they override the rollout's own metrics.
       record_E: `EpisodeRecord` of each episode, prompt-major; None without an environment.
-      generated_scores: Mean score of every generated group before shaping, by prompt id; NaN if unknown. Empty if
-        `problems` has all generated groups and `scores` are unshaped.
+      generated_scores: Unshaped mean score of every generated group, by prompt id; NaN if unknown. Empty if `scores`
+        already has all of them.
       beside: Further responses to the same problems, with scores, if the algorithm compares with them or learns from
         them.
     """
