@@ -47,7 +47,7 @@ def each(bound: Bound) -> Bound:
 
 
 FINITE = Bound(math.isfinite, "finite")
-NOT_EMPTY = Bound(len, "non-empty", str | tuple)
+NOT_EMPTY = Bound(bool, "non-empty", str | tuple)
 REFERENCE = Bound(lambda text: ":" in text, "'module:name' or 'file.py:name'", str)
 Positive = Annotated[Number, Bound(lambda value: value > 0, "above 0")]
 NotNegative = Annotated[Number, Bound(lambda value: value >= 0, "0 or more")]
