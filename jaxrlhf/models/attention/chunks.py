@@ -45,9 +45,12 @@ class Chunk(NamedTuple):
         """Compute attention of the chunk to itself and to the cache before it."""
         if execution.cache_ways > 1:
             return attend_shared_chunk(heads, self, score_mod, execution=execution)
-        *arrays, (matrix, expand) = heads
-        tokens = heads.query_RWNH.shape[1]
-        return attend_chunk(*arrays, lambda at: expand(matrix, *self.before(at, tokens=tokens)), self.start, score_mod)
+        query_PCNH, key_PCKH, value_PCKU, (matrix, expand) = heads
+
+        def before(at: Array) -> tuple[Array, Array]:
+            return expand(matrix, *self.before(at, tokens=query_PCNH.shape[1]))
+
+        return attend_chunk(query_PCNH, key_PCKH, value_PCKU, before, self.start, score_mod)
 
     def mix_states(self, linear: LinearAttention, projected: Projected, weights: MixerWeights) -> Mixed:
         """Continue linear attention from the layer's states before the chunk, up to the end of each prompt."""
