@@ -18,6 +18,8 @@ from jaxrlhf.config import DAPO, GRPO, PPO, Checkpointing, Pool, ReMax, load_mod
 SUPPORT = Path(__file__).parents[1] / "support"
 pytestmark = pytest.mark.usefixtures("programs", "undrawn")
 
+PPO_OVER_TURNS = PPO(responses_per_update=8, critic=training(data=8), actions="turns", gamma=0.9, lam=0.9)
+
 
 def run(workdir: Path, stop_after: int = 0, **changes):
     """Run the tiny configuration; saved and stopped after a step, if one is given."""
@@ -77,9 +79,9 @@ def test_killed_among_episodes_and_gone_on_with(whole, tmp_path):
     "changes",
     [
         pytest.param(
-            {"actor": training(data=8), "algorithm": replace(PPO(responses_per_update=8), critic=training(data=8))},
+            {"actor": training(data=8), "algorithm": PPO_OVER_TURNS},
             marks=pytest.mark.slow,
-            id="eight devices",
+            id="eight devices and PPO",
         ),
         pytest.param(
             {
@@ -98,6 +100,7 @@ def test_the_same_episodes_on_other_devices(whole, tmp_path, changes):
     theirs = samples(whole)[:16]
     mine = samples(run(tmp_path, steps=1, devices=devices, **changes))
     assert [sample["episode"]["messages"] for sample in mine] == [sample["episode"]["messages"] for sample in theirs]
+    assert records(tmp_path / "metrics.jsonl")[-1]["actor/grad_norm"] > 0
 
 
 @pytest.mark.parametrize(
@@ -140,11 +143,6 @@ def test_episodes_go_on_from_step_to_step_and_from_run_to_run(staleness, pools, 
             for kind in (GRPO, DAPO, ReMax, load_module("turn_grpo").TurnGRPO)
         ),
         pytest.param(load_module("gigpo").GiGPO(responses_per_update=8), marks=pytest.mark.slow, id="GiGPO"),
-        pytest.param(
-            PPO(responses_per_update=8, critic=training(), actions="turns", gamma=0.9, lam=0.9),
-            marks=pytest.mark.slow,
-            id="PPO",
-        ),
     ],
 )
 def test_every_algorithm_takes_episodes(algorithm, tmp_path):
