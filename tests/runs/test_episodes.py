@@ -1,21 +1,18 @@
-"""Whole runs in episodes: every algorithm, eight devices, a pool of their own, killed and gone on with."""
+"""Whole runs in episodes: every algorithm, eight devices, a pool of their own, resumed."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny_episodes
-from tiny_runs import numbers, records, training
+from placed_runs import assert_resumed, cut_after
+from tiny_runs import records, training
 
 import jaxrlhf
 from jaxrlhf.config import DAPO, GRPO, PPO, Checkpointing, Pool, ReMax, load_module
 
-SUPPORT = Path(__file__).parents[1] / "support"
 pytestmark = pytest.mark.usefixtures("programs", "undrawn")
 
 PPO_OVER_TURNS = PPO(responses_per_update=8, critic=training(data=8), actions="turns", gamma=0.9, lam=0.9)
@@ -60,19 +57,12 @@ def test_samples_show_conversations_and_metrics_their_turns(whole):
 
 
 @pytest.mark.slow
-def test_killed_among_episodes_and_gone_on_with(whole, tmp_path):
-    """The third step is killed while its episodes are under way; all that is trained and written is as without."""
-    environment = os.environ | {"JAXRLHF_TEST_DIE_AT": "3"}
-    command = [sys.executable, str(SUPPORT / "dying_episodes.py"), str(tmp_path)]
-    assert subprocess.run(command, env=environment, timeout=600).returncode == -signal.SIGKILL
-    run(tmp_path)
-    mine, theirs = (
-        [{name: value for name, value in record.items() if not name.startswith("sampler/")} for record in run_records]
-        for run_records in (numbers(tmp_path / "metrics.jsonl"), numbers(whole / "metrics.jsonl"))
-    )
-    assert [record["step"] for record in mine] == [1, 2, 3, 4]
-    assert mine == theirs
-    assert samples(tmp_path) == samples(whole)
+def test_resumed_from_the_second_step(whole, tmp_path):
+    """All that is trained and written is as without; `environments/test_loading.py` kills what has environments."""
+    workdir = run(cut_after(2, whole, tmp_path / "resumed"))
+    assert_resumed(workdir, whole, after=2, without=("sampler/",))
+    assert [record["step"] for record in records(workdir / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert samples(workdir) == samples(whole)
 
 
 @pytest.mark.parametrize(
