@@ -58,14 +58,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 _LONGEST = (
     *("learning/test_learning", "distributed/test_runs", "distributed/test_run_failures", "runs/test_gsm8k"),
     *("dataflows/test_learn", "runs/test_asynchronous", "runs/test_resume", "runs/test_placed"),
-    *("runs/test_lora", "runs/test_vision", "distributed/test_failures", "distributed/test_run_vision"),
+    *("distributed/test_processes", "config/test_recipes", "engine/test_states", "agent_loop/test_agent_loop"),
+    *("runs/test_lora", "runs/test_vision", "distributed/test_failures", "workers/test_quantized"),
     *("docs/test_first_week", "runs/test_resume_algorithms", "models/test_own", "runs/test_episodes"),
     *("models/test_transformers", "models/test_recent", "workers/test_gradient", "checkpoint/test_pretrained"),
     *("runs/test_auto", "serving/test_load", "planner/test_compiled", "runs/test_mixtures"),
     *("rewards/test_failing", "checkpoint/test_hosts", "agent_loop/test_images", "workers/test_lora"),
     *("models/test_families", "models/test_context", "engine/test_rings", "engine/test_turns"),
     *("engine/test_stages", "learning/test_experts", "learning/test_lora", "runs/test_metrics"),
-    *("runs/test_policy", "models/test_experts"),
+    *("distributed/test_machines", "workers/test_replicas", "runs/test_policy", "models/test_experts"),
 )
 """Files that take long in either tier, the longest first."""
 
@@ -120,12 +121,15 @@ _BUDGET_S = {
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Seconds by room, of all workers together; `*` is over the budget."""
+    """Seconds by room, of all workers together; `*` is over the budget by fast tests alone."""
     seconds: Counter[str] = Counter()
+    fast: Counter[str] = Counter()
     for report in (report for reports in terminalreporter.stats.values() for report in reports):
         if isinstance(report, pytest.TestReport):
-            seconds[Path(report.location[0]).parent.name] += report.duration
-    rows = [f"{room} {took:.0f}{'*' * (took > _BUDGET_S.get(room, 0))}" for room, took in seconds.most_common()]
+            room = Path(report.location[0]).parent.name
+            seconds[room] += report.duration
+            fast[room] += 0 if {"slow", "real", "seeds"} & report.keywords.keys() else report.duration
+    rows = [f"{room} {took:.0f}{'*' * (fast[room] > _BUDGET_S.get(room, 0))}" for room, took in seconds.most_common()]
     terminalreporter.write_line(f"seconds by room: {', '.join(rows)}")
 
 

@@ -20,14 +20,17 @@ try() { # NAME INTERPRETER FILE
     "$2" -m venv "$folder/$1"
     "$folder/$1/bin/pip" install -q "$3"
     cd "$folder/$1" # elsewhere, so that nothing of the checkout is imported
-    bin/python -m jaxrlhf.train --config ppo_arithmetic.py --steps 1 --workdir run
+    bin/python -m jaxrlhf.train --config ppo_arithmetic.py --steps 1 --cold-start.steps 1 --workdir run
     bin/python -c "
 import sys, jax, jaxrlhf
 from jaxrlhf.config import shipped
 assert jaxrlhf.__file__.startswith(sys.prefix) and jaxrlhf.__version__ in '$3', jaxrlhf.__file__
 print(f'$1: {jaxrlhf.__version__} with {len(shipped())} configurations, '
       f'Python {sys.version.split()[0]}, JAX {jax.__version__}')"
-    cd - > /dev/null
 }
-try wheel "$for_wheel" dist/*.whl
-try source "$for_source" dist/*.tar.gz
+try wheel "$for_wheel" dist/*.whl &
+wheel=$!
+try source "$for_source" dist/*.tar.gz &
+source=$!
+wait $wheel
+wait $source

@@ -36,8 +36,8 @@ def algorithm(name: str) -> PolicyGradient:
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("nash_md", "kl_cov", "otb")),
-        *(pytest.param(name, marks=pytest.mark.seeds) for name in ("luffy", "clip_cov", "maxrl", "gdpo")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("nash_md", "otb")),
+        *(pytest.param(name, marks=pytest.mark.seeds) for name in ("luffy", "clip_cov", "kl_cov", "maxrl", "gdpo")),
     ],
 )
 def test_a_run_of_two_steps_trains_the_policy(name, tmp_path):

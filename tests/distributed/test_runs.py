@@ -1,6 +1,5 @@
 """Runs on Ray hosts: the numbers of one process, and transfers that bypass the controller."""
 
-import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import odd_hosts
 import pytest
 import ray_world
 import tiny_episodes
-from placed_runs import APART, SPLIT, assert_same_numbers, placed, pools_of, run
+from placed_runs import APART, SPLIT, assert_same_numbers, cut_after, placed, pools_of, run
 from tiny_runs import numbers, records, training
 
 import jaxrlhf
@@ -51,14 +50,6 @@ def apart(here, tmp_path_factory):
     """Resume the checkpoint of one process, with policy, value and generation on a host each."""
     workdir = cut_after(1, here, tmp_path_factory.mktemp("apart") / "moved")
     return run(workdir, steps=STEPS, pools=pools_of(4, 4, 4), cluster=CLUSTER, **HALVES)
-
-
-def cut_after(last: int, workdir: Path, copy: Path) -> Path:
-    """Copy a finished run without the checkpoints of later steps."""
-    shutil.copytree(workdir, copy)
-    for step in range(last + 1, STEPS + 1):
-        shutil.rmtree(copy / "checkpoints" / f"step_{step}")
-    return copy
 
 
 def assert_made_anew_after(last: int, workdir: Path, before: Path) -> None:

@@ -1,22 +1,21 @@
-"""Whole runs in episodes: every algorithm, eight devices, a pool of their own, killed and gone on with."""
+"""Whole runs in episodes: every algorithm, eight devices, a pool of their own, resumed."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny_episodes
-from tiny_runs import numbers, records, training
+from placed_runs import assert_resumed, cut_after
+from tiny_runs import records, training
 
 import jaxrlhf
 from jaxrlhf.config import DAPO, GRPO, PPO, Checkpointing, Pool, ReMax, load_module
 
-SUPPORT = Path(__file__).parents[1] / "support"
 pytestmark = pytest.mark.usefixtures("programs", "undrawn")
+
+PPO_OVER_TURNS = PPO(responses_per_update=8, critic=training(data=8), actions="turns", gamma=0.9, lam=0.9)
 
 
 def run(workdir: Path, stop_after: int = 0, **changes):
@@ -58,28 +57,21 @@ def test_samples_show_conversations_and_metrics_their_turns(whole):
 
 
 @pytest.mark.slow
-def test_killed_among_episodes_and_gone_on_with(whole, tmp_path):
-    """The third step is killed while its episodes are under way; all that is trained and written is as without."""
-    environment = os.environ | {"JAXRLHF_TEST_DIE_AT": "3"}
-    command = [sys.executable, str(SUPPORT / "dying_episodes.py"), str(tmp_path)]
-    assert subprocess.run(command, env=environment, timeout=600).returncode == -signal.SIGKILL
-    run(tmp_path)
-    mine, theirs = (
-        [{name: value for name, value in record.items() if not name.startswith("sampler/")} for record in run_records]
-        for run_records in (numbers(tmp_path / "metrics.jsonl"), numbers(whole / "metrics.jsonl"))
-    )
-    assert [record["step"] for record in mine] == [1, 2, 3, 4]
-    assert mine == theirs
-    assert samples(tmp_path) == samples(whole)
+def test_resumed_from_the_second_step(whole, tmp_path):
+    """All that is trained and written is as without; `environments/test_loading.py` kills what has environments."""
+    workdir = run(cut_after(2, whole, tmp_path / "resumed"))
+    assert_resumed(workdir, whole, after=2, without=("sampler/",))
+    assert [record["step"] for record in records(workdir / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert samples(workdir) == samples(whole)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         pytest.param(
-            {"actor": training(data=8), "algorithm": replace(PPO(responses_per_update=8), critic=training(data=8))},
+            {"actor": training(data=8), "algorithm": PPO_OVER_TURNS},
             marks=pytest.mark.slow,
-            id="eight devices",
+            id="eight devices and PPO",
         ),
         pytest.param(
             {
@@ -98,6 +90,7 @@ def test_the_same_episodes_on_other_devices(whole, tmp_path, changes):
     theirs = samples(whole)[:16]
     mine = samples(run(tmp_path, steps=1, devices=devices, **changes))
     assert [sample["episode"]["messages"] for sample in mine] == [sample["episode"]["messages"] for sample in theirs]
+    assert records(tmp_path / "metrics.jsonl")[-1]["actor/grad_norm"] > 0
 
 
 @pytest.mark.parametrize(
@@ -140,11 +133,6 @@ def test_episodes_go_on_from_step_to_step_and_from_run_to_run(staleness, pools, 
             for kind in (GRPO, DAPO, ReMax, load_module("turn_grpo").TurnGRPO)
         ),
         pytest.param(load_module("gigpo").GiGPO(responses_per_update=8), marks=pytest.mark.slow, id="GiGPO"),
-        pytest.param(
-            PPO(responses_per_update=8, critic=training(), actions="turns", gamma=0.9, lam=0.9),
-            marks=pytest.mark.slow,
-            id="PPO",
-        ),
     ],
 )
 def test_every_algorithm_takes_episodes(algorithm, tmp_path):

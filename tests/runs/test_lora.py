@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 import torch
 import transformers
-from placed_runs import assert_same_numbers
+from placed_runs import assert_resumed, assert_same_numbers, cut_after
 from tiny_runs import get_config, numbers, records, training, write_policy
 
 import jaxrlhf
@@ -66,17 +66,12 @@ def exported(undisturbed, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_a_run_that_died_goes_on_with_the_same_numbers(undisturbed, model, tmp_path):
-    def die(number, metrics):
-        if number == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        jaxrlhf.run(adapting(tmp_path, model), on_step=die)
-    jaxrlhf.run(adapting(tmp_path, model))
-    assert numbers(tmp_path / "metrics.jsonl") == numbers(undisturbed / "metrics.jsonl")
+    workdir = cut_after(2, undisturbed, tmp_path / "died")
+    jaxrlhf.run(adapting(workdir, model))
+    assert_resumed(workdir, undisturbed, after=2)
     for name in ("samples.jsonl", "evaluation.jsonl"):
-        assert (tmp_path / name).read_bytes() == (undisturbed / name).read_bytes()
-    drift = [record["kl/ref"] for record in numbers(tmp_path / "metrics.jsonl")]
+        assert (workdir / name).read_bytes() == (undisturbed / name).read_bytes()
+    drift = [record["kl/ref"] for record in numbers(workdir / "metrics.jsonl")]
     assert drift[0] == pytest.approx(0, abs=1e-9)
     assert drift[-1] > 1e-6
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from placed_runs import assert_resumed, cut_after
 from tiny_runs import get_config, records
 
 import jaxrlhf
@@ -15,7 +16,6 @@ from jaxrlhf.config import (
     EvaluationSet,
     FormatReward,
     Mixture,
-    Optimizer,
     PromptFile,
     Rewards,
     Rollout,
@@ -50,7 +50,6 @@ def config(tmp_path_factory):
     tiny = get_config()
     return replace(
         tiny,
-        actor=replace(tiny.actor, optimizer=Optimizer(learning_rate=3e-3)),  # it does not decay by the number of steps
         steps=4,
         cold_start=None,
         algorithm=GRPO(responses_per_update=8),
@@ -87,11 +86,11 @@ def test_each_source_is_drawn_scored_and_evaluated_by_itself(whole):
 
 
 def test_a_mixture_resumes_with_the_same_numbers(config, whole, tmp_path):
-    resumed = replace(config, workdir=str(tmp_path))
-    jaxrlhf.run(replace(resumed, steps=2))
-    assert jaxrlhf.run(resumed).finished
+    workdir = cut_after(2, whole.workdir, tmp_path / "resumed")
+    assert jaxrlhf.run(replace(config, workdir=str(workdir))).finished
+    assert_resumed(workdir, whole.workdir, after=2)
     rows = [
-        [(row["step"], row["prompt"], row["response"]) for row in records(workdir / "samples.jsonl")]
-        for workdir in (whole.workdir, tmp_path)
+        [(row["step"], row["prompt"], row["response"]) for row in records(folder / "samples.jsonl")]
+        for folder in (whole.workdir, workdir)
     ]
     assert rows[0] == rows[1]

@@ -1,9 +1,7 @@
 """One run on one device, on eight in other layouts and on pools of them: the same tokens and the same numbers."""
 
-import shutil
-
 import pytest
-from placed_runs import assert_same_numbers, pools_of, run
+from placed_runs import assert_same_numbers, cut_after, pools_of, run
 from tiny_runs import numbers, records
 
 pytestmark = pytest.mark.usefixtures("programs", "undrawn")
@@ -28,14 +26,10 @@ def test_eight_devices(alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_eight_devices_go_on_from_the_checkpoint_of_one_in_a_generation_layout_that_training_does_not_refine(
-    alone, tmp_path
-):
-    workdir = tmp_path / "moved"
-    shutil.copytree(alone, workdir)
-    for step in ("step_2", "step_3"):
-        shutil.rmtree(workdir / "checkpoints" / step)
-    layout = {"data": 2, "fsdp": 2, "tensor": 2, "generation_tensor": 4}
+def test_eight_devices_go_on_from_the_checkpoint_of_one_in_stages(alone, tmp_path):
+    """Their generation has a layout that training does not refine."""
+    workdir = cut_after(1, alone, tmp_path / "moved")
+    layout = {"stage": 2, "fsdp": 2, "tensor": 2, "generation_stage": 2, "generation_tensor": 4}
     run(workdir, devices=8, actor=layout, critic={"data": 2, "tensor": 4}, steps=STEPS)
     assert_same_numbers(workdir, alone)
     mine, theirs = numbers(workdir / "metrics.jsonl"), numbers(alone / "metrics.jsonl")
@@ -56,17 +50,10 @@ def test_a_pool_each_for_policy_value_and_generation(alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_stages_in_both_layouts_and_models_that_wait_in_host_memory(alone, tmp_path):
-    layout = {"stage": 2, "tensor": 2, "fsdp": 2, "generation_stage": 2, "generation_tensor": 1}
+def test_devices_that_share_the_positions_of_caches_and_models_that_wait_in_host_memory(alone, tmp_path):
+    actor = {"fsdp": 2, "context": 2, "tensor": 2, "generation_context": 2, "generation_tensor": 2}
     offload = ("actor", "critic", "reference")
-    run(tmp_path, devices=8, actor=layout, critic={"stage": 2, "fsdp": 4}, offload=offload, steps=STEPS)
+    run(tmp_path, devices=8, actor=actor, critic={"stage": 2, "fsdp": 4}, offload=offload, steps=STEPS)
     assert_same_numbers(tmp_path, alone)
     moved = metrics(tmp_path, "offload/")
     assert all(moved[f"offload/{role}_bytes"] > 0 for role in offload)
-
-
-@pytest.mark.slow
-def test_devices_that_share_the_positions_of_caches(alone, tmp_path):
-    actor = {"fsdp": 2, "context": 2, "tensor": 2, "generation_context": 2, "generation_tensor": 2}
-    run(tmp_path, devices=8, actor=actor, critic={"fsdp": 8}, steps=STEPS)
-    assert_same_numbers(tmp_path, alone)

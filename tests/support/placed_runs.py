@@ -1,6 +1,7 @@
 """Tiny runs on devices of every number and layout, and the check that they give the same numbers."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -71,6 +72,30 @@ def assert_same_numbers(workdir: Path, expected: Path) -> None:
         assert record["sampler/logp_gap_max"] <= 1e-5
         for name in (name for name in record if not name.startswith("sampler/")):  # those are rounding alone
             assert record[name] == pytest.approx(reference[name], rel=TOLERANCE, abs=TOLERANCE), name
+
+
+def cut_after(last: int, workdir: Path, copy: Path) -> Path:
+    """Copy a finished run without the checkpoints of later steps, as if it had been killed then; return the copy."""
+    shutil.copytree(workdir, copy)
+    for folder in (copy / "checkpoints").glob("step_*"):
+        if int(folder.name.removeprefix("step_")) > last:
+            shutil.rmtree(folder)
+    return copy
+
+
+def assert_resumed(workdir: Path, whole: Path, *, after: int, without: tuple[str, ...] = ()) -> None:
+    """The bits of a whole run, though all steps after the given one were made anew: they took other times.
+
+    Args:
+      without: Prefixes of metrics that are rounded in another order in every run.
+    """
+    files = [run / "metrics.jsonl" for run in (workdir, whole)]
+    for mine, theirs in zip(*map(numbers, files), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(mine[name] == theirs[name] for name in mine if not name.startswith(without))
+    resumed, once = ([step["time/step_s"] for step in records(file)] for file in files)
+    assert resumed[:after] == once[:after]
+    assert not {*resumed[after:]} & {*once[after:]}
 
 
 @contextmanager

@@ -1,25 +1,24 @@
-"""Runs algorithms that carry something from step to step: each whole, and each killed and gone on with.
+"""Runs algorithms that carry something from step to step: each whole, and again from the first checkpoint of that.
 
-    python killed_runs.py FOLDER [NAME ...]
+    python resumed_runs.py FOLDER [NAME ...]
 
-FOLDER/NAME/whole and FOLDER/NAME/cut are the workdirs, FOLDER/NAME/ends.json says how the three runs ended. Each is
-a fork of this process, which has imported everything and started no device.
+FOLDER/NAME/whole and FOLDER/NAME/cut are the workdirs, FOLDER/NAME/ends.json says how the two runs ended. Each is a
+fork of this process, which has imported everything and started no device.
 """
 
 import gc
 import json
 import os
-import signal
 import sys
-import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import further_roles
 import tensorboardX  # noqa: F401 - runs import it, and with it torch where that is there: seconds of each
 from jax._src import xla_bridge
 from learning_run import learning
+from placed_runs import cut_after
 from tiny_runs import training
 
 from jaxrlhf.config import (
@@ -39,33 +38,21 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.trainer import log
 from jaxrlhf.trainer.run import run
-from jaxrlhf.workers.trained_model import TrainedWorker
 
 STEPS = 6
 SAVED_EVERY = 2
 
 
-@dataclass(frozen=True)
-class Case:
-    """A run and when it dies: at the so many-th gradient of a role, computed and not applied yet."""
-
-    config: Config
-    role: str = "actor"
-    gradients: int = 5
-
-
-def cases() -> dict[str, Case]:
+def cases() -> dict[str, Config]:
     """By name."""
     vapo = VAPO(responses_per_update=64, critic=training(), critic_warmup_steps=3, length_scale=1.0)
     return {
-        # In step 4, the first that trains the policy; what is saved is of step 2.
-        "VAPO": Case(config_of(vapo), gradients=1),
-        "DAPO": Case(config_of(DAPO(responses_per_update=64))),
-        "rows over two devices": Case(split_rows(config_of(GRPO(responses_per_update=64)))),
-        "RewardModel": Case(config_of(RewardModel(pairs_per_update=8, critic=training())), role="critic"),
-        # Two updates a step; what is saved is of step 2.
-        "PRIME": Case(replace(further_roles.config_of("PRIME"), steps=STEPS), gradients=7),
-        "SafeRLHF": Case(replace(further_roles.config_of("SafeRLHF"), steps=STEPS), gradients=7),
+        "VAPO": config_of(vapo),  # the first checkpoint is before the policy trains
+        "DAPO": config_of(DAPO(responses_per_update=64)),
+        "rows over two devices": split_rows(config_of(GRPO(responses_per_update=64))),
+        "RewardModel": config_of(RewardModel(pairs_per_update=8, critic=training())),
+        "PRIME": replace(further_roles.config_of("PRIME"), steps=STEPS),
+        "SafeRLHF": replace(further_roles.config_of("SafeRLHF"), steps=STEPS),
     }
 
 
@@ -90,31 +77,13 @@ def config_of(algorithm: Algorithm) -> Config:
     return replace(tiny, algorithm=algorithm, **pairs)
 
 
-def die_at(case: Case, workdir: Path) -> None:
-    """Have this process killed at the case's moment, when something is saved."""
-    original, left = TrainedWorker._apply_to_trained, case.gradients
-
-    def applied(self, gradient):
-        nonlocal left
-        left -= self.role == case.role
-        if left == 0:
-            while not (workdir / "checkpoints" / f"step_{SAVED_EVERY}").exists():
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(self, gradient)
-
-    TrainedWorker._apply_to_trained = applied
-
-
-def forked(case: Case, workdir: Path, *, dies: bool) -> int:
+def forked(config: Config, workdir: Path) -> int:
     """Exit code of a run in a process of its own: 0, 1, or minus the signal."""
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     try:
-        if dies:
-            die_at(case, workdir)
-        code = 0 if run(replace(case.config, workdir=str(workdir))).finished else 1
+        code = 0 if run(replace(config, workdir=str(workdir))).finished else 1
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -128,13 +97,13 @@ def main() -> None:
     log.save_learning_curve = log.save_step_picture = lambda source, png, title: png  # seconds; others look at them
     assert not xla_bridge.backends_are_initialized(), "threads of a device do not survive a fork"
     gc.freeze()  # what is imported stays, and need not be looked at again
-    for name, case in cases().items():
+    for name, config in cases().items():
         if name not in (names or [name]):
             continue
         own = Path(folder) / name
         own.mkdir()
-        ends = [forked(case, own / "whole", dies=False)]
-        ends += [forked(case, own / "cut", dies=dies) for dies in (True, False)]
+        ends = [forked(config, own / "whole")]
+        ends += [forked(config, cut_after(SAVED_EVERY, own / "whole", own / "cut"))]
         (own / "ends.json").write_text(json.dumps(ends))
 
 
