@@ -27,7 +27,7 @@ class ServiceCounts:
       cached_tokens: Number of these tokens that were in the cache.
       queue_s: Seconds between submission and slot, summed over requests.
       busy_slots, slots: Slots in use, and all slots, summed over dispatches.
-      drafted_tokens, accepted_tokens: Number of drafted tokens that were verified, and of those that were sampled.
+      drafted_tokens, accepted_tokens: Number of verified drafted tokens, and number of them that were sampled.
     """
 
     requests: int = 0

@@ -69,7 +69,7 @@ class SpeculationCounts:
       calls: Number of verifications.
       rows: Number of responses in progress, summed over verifications.
       tokens: Number of tokens that verifications sampled.
-      drafted, accepted: Number of drafted tokens that were compared with a sample, and of those that were equal.
+      drafted, accepted: Number of drafted tokens that were compared with a sample, and number of equal ones.
     """
 
     calls: int = 0
@@ -79,7 +79,7 @@ class SpeculationCounts:
     accepted: int = 0
 
 
-class Call(NamedTuple):
+class NextCall(NamedTuple):
     """Next call of the engine: a program, its name, further sizes of its name, and the arguments after the slots."""
 
     name: str
@@ -166,7 +166,7 @@ class Speculation:
         self._index.clear_running()
         self._call = None
 
-    def next_call(self, book: SlotBook, bits_BU: np.ndarray | None, *, compiled: int) -> Call:
+    def next_call(self, book: SlotBook, bits_BU: np.ndarray | None, *, compiled: int) -> NextCall:
         """Return the call that is dispatched now: a verification of drafts, or a window of `decode` without drafts.
 
         Args:
@@ -174,12 +174,12 @@ class Speculation:
           compiled: Number of programs compiled so far.
         """
         if not self.widths:
-            return Call("decode", decode, constrained(bits_BU), (bits_BU,))
+            return NextCall("decode", decode, constrained(bits_BU), (bits_BU,))
         draft_BD = self._chosen(book, compiled) if bits_BU is None else None
         if draft_BD is not None:
-            return Call("verify", verify, draft_BD.shape[1:], (draft_BD,))
+            return NextCall("verify", verify, draft_BD.shape[1:], (draft_BD,))
         most = np.int32(SHORT_WINDOW if self.pays else self._window_tokens)
-        return Call("decode", decode, constrained(bits_BU), (bits_BU, most))
+        return NextCall("decode", decode, constrained(bits_BU), (bits_BU, most))
 
     def _chosen(self, book: SlotBook, compiled: int) -> np.ndarray | None:
         """Return the drafts to verify, `[B, D]`, `NO_TOKEN` where there are fewer; None to sample without drafts."""
@@ -220,8 +220,8 @@ class Speculation:
             left = sequence.limit - sequence.request.sampled - len(sequence.tokens) - 1
             self._drafts[slot] = self._index.draft(slot, min(most, left)) if window.active and most else NO_DRAFT
         self._call = None
-        gain = self._best(rows, len(read))[1]
-        self._mean_gain += _NEWEST_SHARE * (max(gain, 1.0) - self._mean_gain)
+        gain = max(1.0, self._best(rows, len(read))[1])
+        self._mean_gain += (_NEWEST_SHARE if most else 1.0) * (gain - self._mean_gain)
 
     def end(self, slot: int) -> None:
         """Take the end of a slot's response."""
