@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import SMALL, gaussian, same_responses, sharp
@@ -15,6 +16,9 @@ from jaxrlhf.engine import Engine, Request
 from jaxrlhf.engine.speculation import choice
 from jaxrlhf.engine.speculation.drafts import Draft
 from jaxrlhf.models.config import Experts, FullHeads, LatentAttention, LinearAttention
+from jaxrlhf.planner.hardware import hardware
+from jaxrlhf.planner.topology import topology
+from jaxrlhf.sharding.described import described
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 from tests.engine.test_constraints import Alternating
@@ -282,3 +286,20 @@ def test_a_second_time_the_engine_drafts_what_it_said_before(monkeypatch):
         expected = build(drafts=False).generate(asked, sampling, seed=seed)
         same_responses(engine.generate(asked, sampling, seed=seed), expected)
     assert engine.speculation._index.tokens > 100
+
+
+@pytest.mark.slow
+def test_a_verification_on_a_tpu_holds_its_cache_once(monkeypatch):
+    """The chip's own compiler says so, asked about a model that is hardly more than its cache."""
+    model = replace(MODEL, num_kv_heads=4, head_dim=128, hidden_size=128)
+    mesh = mesh_of({"data": 1}, topology(hardware("v5e-1")))
+    layout = shardings(mesh, models.param_dims(model, "lm"), GENERATE)
+    sizes = {"slots": 32, "max_prompt_tokens": 512, "max_response_tokens": 512, "decode_tokens_per_dispatch": 8}
+    engine = Engine(model, mesh, **sizes, stop_tokens=(3,), slot_axes=SLOT_AXES, speculation="auto")
+    engine.load(described(models.param_shapes(model, "lm", jnp.bfloat16), layout), version=0)
+    monkeypatch.setattr(engine.speculation, "_chosen", lambda *_: np.full((32, 7), -1, np.int32))
+    engine.compile_ahead([512])
+    memory = engine.compiled.lowered["verify[32, 1024, 7]"].compile().memory_analysis()
+    cache = 2 * model.num_layers * 32 * 4 * 128 * 1024 * 4
+    assert cache < memory.argument_size_in_bytes < 1.1 * cache
+    assert memory.temp_size_in_bytes < 0.5 * cache
