@@ -235,7 +235,7 @@ def decode(
     """
     width, count, kept_BK = shape.tokens_per_dispatch, len(slots.token_B), slots.kept_BK
     width = width if bits_BU is None else 1
-    most = width if most is None else jnp.minimum(most, width)
+    end = width if most is None else jnp.minimum(most, width)
     window = Window(
         jnp.full((width + 1, count), NO_TOKEN, jnp.int32).at[0].set(slots.token_B),
         jnp.zeros((width + 1, count), jnp.float32).at[0].set(slots.logp_B),
@@ -246,7 +246,7 @@ def decode(
 
     def more(carry):
         count, _, _, window = carry
-        return (count < most) & window.active_B.any()
+        return (count < end) & window.active_B.any()
 
     def step(carry):
         count, cache, slots, window = carry

@@ -68,12 +68,12 @@ class Pair:
 
     def prompt(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
         """Tokens of a chat, up to the answer."""
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def text(self, completion: Completion) -> str:
         """Answer in a completion."""
-        return self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        return str(self._tokenizer.decode(list(completion.tokens), skip_special_tokens=True))
 
     def asked(self, start: int, prompts: int, responses: int, **options: Any) -> Iterator[Request]:
         """Requests of several responses to each of the prompts from a number on."""
@@ -92,7 +92,10 @@ class Pair:
         found: dict[int, tuple[Seconds, list[Completion]]] = {}
         for which in (0, 1) if len(self.seconds) % 2 == 0 else (1, 0):
             ends = [_now()]
-            note: Callable[[Completion], None] = lambda _, ends=ends: ends.append(_now())  # noqa: E731
+
+            def note(_: Completion, ends: list[Seconds] = ends) -> None:
+                ends.append(_now())
+
             done = self.engines[which].generate(requests, sampling, seed=seed, on_completion=note)
             start = ends[int(first * len(done))]
             found[which] = Seconds(ends[-1].wall - start.wall, ends[-1].processors - start.processors), done
@@ -114,7 +117,8 @@ class Pair:
     def figures(self) -> dict[str, Any]:
         """Everything measured since `forget`; `times` is how many times as fast drafts are."""
         plain, drafted = ([pair[which] for pair in self.seconds] for which in (0, 1))
-        wall, processors = ([sum(one[at] for one in part) for part in (plain, drafted)] for at in (0, 1))
+        wall = [sum(one.wall for one in part) for part in (plain, drafted)]
+        processors = [sum(one.processors for one in part) for part in (plain, drafted)]
         counts = self.engines[1].speculation.take_counts()
         return {
             "wall_s": [round(seconds, 2) for seconds in wall],

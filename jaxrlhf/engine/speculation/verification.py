@@ -15,6 +15,7 @@ Source: Leviathan et al. 2023 (speculative decoding, arXiv:2211.17192), section 
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +43,8 @@ def verify(
       draft_BD: Drafted tokens that may follow the newest token of each slot; `NO_TOKEN` is padding.
     """
     count, width = len(slots.token_B), draft_BD.shape[1] + 1
-    token_BT = jnp.concatenate([slots.token_B[:, None], jnp.maximum(draft_BD, 0)], axis=1)
-    cache, output = run_tokens(layers, params, cache, slots, token_BT, shape=shape)
+    given_BT = jnp.concatenate([slots.token_B[:, None], jnp.maximum(draft_BD, 0)], axis=1)
+    cache, output = run_tokens(layers, params, cache, slots, given_BT, shape=shape)
     of = jax.tree.map(partial(jnp.repeat, repeats=width, axis=0), slots)  # one row for each token
     position_BT = slots.sampled_B[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     hidden_RD = output.hidden_BD.reshape(count * width, -1)
@@ -70,13 +71,15 @@ def verify(
         leaf_BT = jnp.where(mask_BT, leaf_BT, jnp.asarray(padding, leaf_BT.dtype))
         return jnp.concatenate([first_B[None], jnp.swapaxes(leaf_BT, 0, 1)])
 
-    kept_BTK = None if sampled.kept_BK is None else by_slot(sampled.kept_BK)
+    kept_BTK: Any = None if sampled.kept_BK is None else by_slot(sampled.kept_BK)
+    choice_BTLk: Any = output.choice_BLk
+    old_kept_BK: Any = slots.kept_BK
     read = Window(
         window(slots.token_B, token_BT, NO_TOKEN),
         window(slots.logp_B, logp_BT, 0.0),
         slots.active_B & ~newest(ended_BT, slots.active_B),
-        jnp.swapaxes(output.choice_BLk, 0, 1) if shape.records_routing else None,
-        None if kept_BTK is None else window(slots.kept_BK, kept_BTK, -1),
+        jnp.swapaxes(choice_BTLk, 0, 1) if shape.records_routing else None,
+        None if kept_BTK is None else window(old_kept_BK, kept_BTK, -1),
     )
     slots = slots._replace(
         token_B=newest(token_BT, slots.token_B),
@@ -84,6 +87,6 @@ def verify(
         cached_B=slots.cached_B + taken_B,
         sampled_B=slots.sampled_B + taken_B,
         active_B=read.active_B,
-        kept_BK=slots.kept_BK if kept_BTK is None else newest(kept_BTK, slots.kept_BK),
+        kept_BK=old_kept_BK if kept_BTK is None else newest(kept_BTK, old_kept_BK),
     )
     return cache, slots, read
