@@ -21,7 +21,7 @@ _HELP = (
 
 
 _ADDRESS = ("http://", "https://")
-_LOADING = ("vision", "step", "slots", "context", "tensor", "dtype")
+_LOADING = ("vision", "step", "slots", "context", "tensor", "dtype", "speculation")
 """Flags for loading a policy."""
 
 

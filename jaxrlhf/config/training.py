@@ -336,6 +336,8 @@ class Rollout(Settings):
         keeps the compute dtype.
       server: Servers of another inference engine that generate in place of the built-in engine. Their arithmetic
         differs, so `algorithm.correction` corrects their responses.
+      speculation: `auto` verifies drafts, several tokens in one forward pass, where this is faster: few responses, and
+        texts that repeat. Sampled tokens stay the same. None samples one token in each forward pass.
     """
 
     prompts_per_step: Positive[int] = 64
@@ -352,6 +354,7 @@ class Rollout(Settings):
     order: Literal["deterministic", "arrival"] = "deterministic"
     quantize: Literal["int8", "fp8"] | None = None
     server: RolloutServer | None = None
+    speculation: Literal["auto"] | None = None
 
     removed: ClassVar[Mapping[str, str]] = MappingProxyType(
         {

@@ -75,9 +75,13 @@ FEWEST_SLOTS = 8
 """Smallest number of slots of a replica; decoding fewer slots is hardly faster."""
 
 
-def slot_counts(most: int) -> tuple[int, ...]:
-    """Return the numbers of slots that a replica may decode together: all of them, and repeated halves, ascending."""
-    return halving_buckets(most, shortest=FEWEST_SLOTS)
+def slot_counts(most: int, *, fewest: int | None = None) -> tuple[int, ...]:
+    """Return the numbers of slots that a replica may decode together: all of them, and repeated halves, ascending.
+
+    Args:
+      fewest: Smallest number; None is `FEWEST_SLOTS`.
+    """
+    return halving_buckets(most, shortest=fewest or FEWEST_SLOTS)
 
 
 def whole(lengths: Sequence[int], *, multiple: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ one for each size. A call that would recompile for any other reason is an error 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -34,6 +34,7 @@ from jaxrlhf.engine.scheduler import Placement, Scheduler
 from jaxrlhf.engine.scoring import Scoring, TokenScores
 from jaxrlhf.engine.sequence import Completion, Decode, Request, SequenceState
 from jaxrlhf.engine.slot_book import Arrangement, SlotBook, insertion_of
+from jaxrlhf.engine.speculation.choice import Speculation
 from jaxrlhf.engine.weights import Weights, donated_layers
 from jaxrlhf.models import ONE_DEVICE, AnyModel, Execution
 from jaxrlhf.models.config import ModelConfig
@@ -56,13 +57,15 @@ class Engine:
       most_kept: Responses sampled with a `top_k` up to this number record the sampling mask of each token.
       dispatch_ahead: True to dispatch the next window before the last is read, if no request waits; None is False on
         CPU.
+      speculation: Setting `rollout.speculation`.
 
     Attributes:
       slots: Number of slots after rounding; only the slots in use, and few others, have rows that are computed.
       context_tokens, response_tokens: Maximum tokens of prompt and response together, and of a response.
       limits, scoring: Limits of requests, and the scoring of given tokens.
       insertions, prefill: Rows of an insertion, and the prefill runner with its counts.
-      compiled, cache, book, weights: Programs, KV cache, host state of the slots, and the loaded weights, if any.
+      compiled, cache, book, speculation: Programs, KV cache, host state of the slots, and drafts with their counts.
+      weights: The loaded weights, if any.
 
     Raises:
       Refusal: Sizes do not fit the model or the mesh.
@@ -88,6 +91,7 @@ class Engine:
         stop_texts: tuple[str, ...] = (),
         decode: Decode | None = None,
         pixels: Pixels = no_pixels,
+        speculation: Literal["auto"] | None = None,
     ) -> None:
         capacity = max_prompt_tokens + max_response_tokens
         lengths = {"max_prompt_tokens": max_prompt_tokens, "max_response_tokens": max_response_tokens}
@@ -117,8 +121,11 @@ class Engine:
         most, self._decode = self._shape.most_stop_tokens, decode
         limits = max_response_tokens, most, tuple(stop_tokens), tuple(stop_texts), decode is not None
         self.limits = checks.RequestLimits(capacity, config.vocab_size, *limits, config.vision)
-        self._dispatch_ahead = mesh.devices.flat[0].platform != "cpu" if dispatch_ahead is None else dispatch_ahead
-        self.mesh, self.execution, self._slot_counts = mesh, execution, slot_counts(self.slots // replicas)
+        self.speculation = Speculation(speculation, self._shape, platform=mesh.devices.flat[0].platform)
+        ahead = mesh.devices.flat[0].platform != "cpu" if dispatch_ahead is None else dispatch_ahead
+        self._dispatch_ahead = ahead and self.speculation.admits_ahead
+        self._slot_counts = slot_counts(self.slots // replicas, fewest=self.speculation.fewest_slots)
+        self.mesh, self.execution = mesh, execution
         self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, execution.pipeline, execution.cache_axes)
         self.compiled = Compiled(self._shape, self._layout.whole)
         together = -(-min(rows, prompts or slots) // replicas) * replicas
@@ -183,6 +190,7 @@ class Engine:
 
     def _clear(self) -> None:
         """Free the device's arrays of the slots."""
+        self.speculation.free()
         self.cache.free()
         self._slots: programs.Slots | None = None
         self.book = SlotBook(self.slots, self._shape.tokens_per_dispatch, replicas=self._shape.replicas)
@@ -222,22 +230,16 @@ class Engine:
         self.cache.place(prefilled, placements, insertion)
 
     def _dispatch(self) -> None:
-        """Dispatch up to `decode_tokens_per_dispatch` tokens of every active slot, without waiting for them."""
+        """Dispatch a window of tokens of every active slot, or a verification of drafts, without waiting for them."""
         weights = self._loaded()
         assert self._slots is not None, "nothing was inserted"
         self.cache.hold(np.maximum(self.book.next_tokens_B, self._contents.length_B), self.book.slot_B)
         bits_BU = self._constraints.next(self._slots, self.book.slot_B.tolist())
-        self.cache.arrays, self._slots, window = self.compiled.run(
-            ("decode", len(self.book.slot_B), self.cache.size, *constrained(bits_BU)),
-            programs.decode,
-            weights.layers(),
-            weights.params,
-            self.cache.arrays,
-            self._slots,
-            bits_BU,
-            out=(self.cache.layout, self._layout.slots, self._layout.whole),
-            donate=(2, 3),
-        )
+        call = self.speculation.next_call(self.book, bits_BU, compiled=len(self.compiled))
+        name = call.name, len(self.book.slot_B), self.cache.size, *call.sizes
+        arguments = weights.layers(), weights.params, self.cache.arrays, self._slots, *call.arguments
+        how: Any = {"out": (self.cache.layout, self._layout.slots, self._layout.whole), "donate": (2, 3)}
+        self.cache.arrays, self._slots, window = self.compiled.run(name, call.program, *arguments, **how)
         self.book.dispatched(window)
 
     def add(self, request: Request, sampling: Sampling, *, seed: int) -> SequenceState:
@@ -282,7 +284,7 @@ class Engine:
         if not self.book.unread:
             self._dispatch()
         # Not while requests wait: a second window would delay the refill of slots that become free.
-        if self._dispatch_ahead and not scheduler.waiting and self.book.outlasts:
+        if self._dispatch_ahead and not (scheduler.waiting or self.speculation.pays) and self.book.outlasts:
             self._dispatch()
         ended = self._read()
         if not scheduler.waiting and (fewer := self.book.without_idle(self._contents.length_B > 0, self._slot_counts)):
@@ -291,12 +293,11 @@ class Engine:
 
     def _read(self) -> list[SequenceState]:
         """Wait for the oldest window, and free the slots of responses that ended in it."""
-        ended = []
-        for read in self.book.read():
-            sequence = self._scheduler.placed(read.slot)
-            sequence.extend(read, self._decode)
-            if not read.active or sequence.stop_text is not None:
-                ended.append(sequence)
+        read = [(self._scheduler.placed(window.slot), window) for window in self.book.read()]
+        for sequence, window in read:
+            sequence.extend(window, self._decode)
+        self.speculation.read(read, rows=len(self.book.slot_B), compiled=len(self.compiled))
+        ended = [sequence for sequence, window in read if not window.active or sequence.stop_text is not None]
         self._end(ended)
         return ended
 
@@ -317,6 +318,7 @@ class Engine:
         for slot, sequence in zip(slots, sequences, strict=True):
             self._contents.end(slot, sequence)
             self._constraints.end(slot)
+            self.speculation.end(slot)
         if going := [slot for slot in slots if self.book.taken_B[slot]]:
             self._rearrange(self.book.all_but(going))
             self.book.stop(going)

@@ -1,13 +1,11 @@
 """Programs of the engine: prefill, insert and decode as pure functions of their state.
 
 `Engine` compiles these functions. Every slot is computed at every step; an inactive slot samples nothing and keeps its
-state. The shapes of the arrays say how many slots there are, and how many tokens their cache holds. Programs that
-change either number work on one layer of the cache at a time, so that only one layer exists twice.
+state. The shapes of the arrays say how many slots there are, and how many tokens their cache holds. Programs of the
+cache alone are in `cache/cache_programs.py`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +18,9 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine.buckets import Shape
 from jaxrlhf.engine.sampling import Sampled, SlotSampling, sample, settings_of, uniforms
-from jaxrlhf.models.attention.interleaved import resized
-from jaxrlhf.models.attention.kv_cache import LayerCache, SlidingCache, cache_kind, is_ring
+from jaxrlhf.models.attention.kv_cache import LayerCache
 from jaxrlhf.models.attention.linear_attention import LayerState
-from jaxrlhf.models.attention.pages import PagedCache, insert_pages, take_pages
-from jaxrlhf.models.attention.pages import empty_pages as pages_of_layers
+from jaxrlhf.models.attention.pages import PagedCache
 from jaxrlhf.models.config import ModelConfig
 
 NO_TOKEN = -1
@@ -132,17 +128,6 @@ class Window(NamedTuple):
     kept_WBK: Array | None = None
 
 
-def empty_cache(*, slots: int, capacity: int, shape: Shape) -> list[CachedLayer]:
-    """Create an empty slot cache."""
-    return models.empty_cache(shape.config, slots=slots, capacity=capacity, execution=shape.execution)
-
-
-def empty_pages(*, pages: int, shape: Shape) -> list[Array]:
-    """Create `pages` empty pages for every layer, counted over all replicas."""
-    assert isinstance(shape.config, ModelConfig), "only the decoder has a paged cache"
-    return pages_of_layers(shape.config, pages=pages, execution=shape.execution)
-
-
 def empty_slots(*, slots: int, shape: Shape) -> Slots:
     """Create the state of inactive slots."""
     return Slots(
@@ -193,14 +178,14 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
     """Start responses: sample their first tokens. `place` copies each prompt's cache into its row."""
     row_I, offset_P = insertion.row_I, prompts.offset_P
     logits_IV = models.padded_logits(params, shape.config, prompts.hidden_PD)[row_I]
-    token_I, logp_I, kept_IK = _sample(logits_IV, insertion.sampled_B, insertion, insertion.bits_BU, shape)
+    token_I, logp_I, kept_IK = sample_tokens(logits_IV, insertion.sampled_B, insertion, insertion.bits_BU, shape)
     sampled_I = insertion.sampled_B + 1
     new = Slots(
         token_I,
         logp_I,
         prompts.length_P[row_I],
         sampled_I,
-        ~_ended(token_I, sampled_I, insertion),
+        ~ended(token_I, sampled_I, insertion),
         insertion.seed_B,
         insertion.request_B,
         insertion.limit_B,
@@ -210,86 +195,6 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
         kept_IK,
     )
     return jax.tree.map(lambda stored_B, new_I: stored_B.at[insertion.target_I].set(new_I, mode="drop"), slots, new)
-
-
-def place(
-    stored: CachedLayer, prompts: Prompts, layer: Array, row_I: Array, target_I: Array, *, shape: Shape
-) -> CachedLayer:
-    """Copy one layer (with pipeline stages: one layer of every stage) of prompt `row_I[i]` into row `target_I[i]`.
-
-    Args:
-      layer: Index among the layers with the same kind of cache.
-    """
-
-    def of_layer(leaf_LPSKH: Array) -> Array:
-        stages = shape.execution.stages
-        by_stage = leaf_LPSKH.reshape(stages, len(leaf_LPSKH) // stages, *leaf_LPSKH.shape[1:])
-        return lax.dynamic_index_in_dim(by_stage, layer, axis=1, keepdims=False)
-
-    prefix = prompts.prefix.mapped(of_layer, cache_kind(stored))
-    return models.insert_prefix([stored], prefix, row_I, target_I, prompts.length_P, execution=shape.execution)[0]
-
-
-def take_prefix(cache: list[models.LayerCache], row_P: Array, *, width: int, shape: Shape) -> models.Prefix:
-    """Return the first `width` positions of cache rows in the form of a prefill's result; zeros past the capacity."""
-    stages = shape.execution.stages
-
-    def of_rows(stored: models.LayerCache) -> models.LayerCache:
-        by_stage = jax.tree.map(lambda leaf: leaf.reshape(stages, -1, *leaf.shape[1:])[:, row_P], stored)
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), by_stage)
-
-    def of_layers(leaves_IPSKH: tuple[Array, ...]) -> Array:
-        leaf_GIPSKH = jnp.stack([leaf.reshape(stages, -1, *leaf.shape[1:]) for leaf in leaves_IPSKH], axis=1)
-        return leaf_GIPSKH.reshape(-1, *leaf_GIPSKH.shape[2:])
-
-    def of_kind(cache: Sequence[models.LayerCache]) -> models.Prefix:
-        kept = [of_rows(stored).first(width, ways=shape.execution.cache_ways) for stored in cache]
-        keys, values = map(of_layers, zip(*kept, strict=True))
-        return models.Prefix(keys, values)
-
-    sliding = [stored for stored in cache if isinstance(stored, SlidingCache)]
-    others = of_kind([stored for stored in cache if not isinstance(stored, SlidingCache)])
-    return others._replace(sliding=of_kind(sliding)) if sliding else others
-
-
-def take_prefix_from_pages(layers: list[Array], page_GPQ: Array, *, width: int, shape: Shape) -> models.Prefix:
-    """Return the first `width` entries of prompts in pages `page_GPQ[g, p]` of replica g, as a prefill's result."""
-    assert isinstance(shape.config, ModelConfig), "only the decoder has a paged cache"
-    head_dim, execution = shape.config.head_dim, shape.execution
-    taken = [take_pages(pages, page_GPQ, width=width, head_dim=head_dim, execution=execution) for pages in layers]
-    keys, values = map(jnp.stack, zip(*taken, strict=True))
-    return models.Prefix(keys, values)
-
-
-def resize(stored: CachedLayer, row_GB: Array | None, *, capacity: int, shape: Shape) -> CachedLayer:
-    """Return a cache layer with another capacity and the kept rows only; states and rings keep their capacity.
-
-    Args:
-      row_GB: Rows to keep of each replica, counted from the replica's first row; None keeps all.
-    """
-    if row_GB is not None:
-        row_GB = jnp.tile(row_GB, (shape.execution.stages, 1))
-        stored = jax.tree.map(lambda leaf: take_rows(leaf, row_GB), stored)
-    if isinstance(stored, LayerState) or is_ring(stored):
-        return stored
-    resize_to: Any = partial(resized, positions=capacity, ways=shape.execution.cache_ways)
-    return type(stored)(resize_to(stored.key_BKHS, axis=3), resize_to(stored.value_BKSH, axis=2))
-
-
-def place_in_pages(
-    pages_ZSJU: Array, prefix: models.Prefix, layer: Array, row_I: Array, page_GIQ: Array, *, shape: Shape
-) -> Array:
-    """Copy one layer of prompt `row_I[i]` into pages `page_GIQ[g, i]` of replica g, for each i."""
-    both = prefix.key_LPSKH, prefix.value_LPSKH
-    key_PSKH, value_PSKH = (lax.dynamic_index_in_dim(leaf_LPSKH, layer, keepdims=False) for leaf_LPSKH in both)
-    return insert_pages(pages_ZSJU, key_PSKH, value_PSKH, row_I, page_GIQ, execution=shape.execution)
-
-
-def add_pages(pages_ZSJU: Array, *, pages: int, shape: Shape) -> Array:
-    """Append `pages` empty pages to a layer in each replica."""
-    parts_GZSJU = pages_ZSJU.reshape(shape.replicas, -1, *pages_ZSJU.shape[1:])
-    parts_GZSJU = jnp.pad(parts_GZSJU, ((0, 0), (0, pages), (0, 0), (0, 0), (0, 0)))
-    return parts_GZSJU.reshape(-1, *pages_ZSJU.shape[1:])
 
 
 def keep_rows(slots: Slots, row_GB: Array, continues_GB: Array, *, shape: Shape) -> Slots:
@@ -315,6 +220,7 @@ def decode(
     cache: Cache,
     slots: Slots,
     bits_BU: Array | None = None,
+    most: Array | None = None,
     *,
     shape: Shape,
 ) -> tuple[Cache, Slots, Window]:
@@ -325,9 +231,11 @@ def decode(
       cache: KV cache, to be donated. Active slots must not outgrow the cache or their pages.
       slots: State of the slots, to be donated.
       bits_BU: Masks of `SlotConstraints.next`, and one token is sampled; None constrains no response.
+      most: Maximum number of tokens of this call; None is `tokens_per_dispatch`.
     """
     width, count, kept_BK = shape.tokens_per_dispatch, len(slots.token_B), slots.kept_BK
     width = width if bits_BU is None else 1
+    end = width if most is None else jnp.minimum(most, width)
     window = Window(
         jnp.full((width + 1, count), NO_TOKEN, jnp.int32).at[0].set(slots.token_B),
         jnp.zeros((width + 1, count), jnp.float32).at[0].set(slots.logp_B),
@@ -338,7 +246,7 @@ def decode(
 
     def more(carry):
         count, _, _, window = carry
-        return (count < width) & window.active_B.any()
+        return (count < end) & window.active_B.any()
 
     def step(carry):
         count, cache, slots, window = carry
@@ -362,13 +270,9 @@ def _step(
     layers: list[Params], params: Params, cache: Cache, slots: Slots, bits_BU: Array | None, *, shape: Shape
 ) -> tuple[Cache, Slots, Array | None]:
     """Sample one token in every active slot; also return the experts of the token that was run, if recorded."""
-    state = slots.token_B, slots.cached_B, cache.split() if isinstance(cache, PagedCache) else cache
-    how = {"execution": shape.execution} | ({"offset_B": slots.offset_B} if shape.has_mrope else {})
-    output = models.decode(layers, params, shape.config, *state, **how)
-    written: Any = output.cache  # layers of this kind of cache
-    cache = cache.joined(written) if isinstance(cache, PagedCache) else written
+    cache, output = run_tokens(layers, params, cache, slots, slots.token_B, shape=shape)
     logits_BV = models.padded_logits(params, shape.config, output.hidden_BD)
-    token_B, logp_B, kept_BK = _sample(logits_BV, slots.sampled_B, slots, bits_BU, shape)
+    token_B, logp_B, kept_BK = sample_tokens(logits_BV, slots.sampled_B, slots, bits_BU, shape)
     active_B = slots.active_B
     sampled_B = slots.sampled_B + active_B
     # An inactive slot also wrote a token to its cache, which nobody reads: the next insertion overwrites the entry, or
@@ -378,10 +282,21 @@ def _step(
         logp_B=jnp.where(active_B, logp_B, slots.logp_B),
         cached_B=slots.cached_B + active_B,
         sampled_B=sampled_B,
-        active_B=active_B & ~_ended(token_B, sampled_B, slots),
+        active_B=active_B & ~ended(token_B, sampled_B, slots),
         kept_BK=kept_BK,
     )
     return cache, slots, output.choice_BLk if shape.records_routing else None
+
+
+def run_tokens(
+    layers: list[Params], params: Params, cache: Cache, slots: Slots, token_B: Array, *, shape: Shape
+) -> tuple[Cache, models.DecodeOutput]:
+    """Run the newest token of every slot, or several tokens that may follow it, `[B, T]`, the newest included."""
+    how = {"execution": shape.execution} | ({"offset_B": slots.offset_B} if shape.has_mrope else {})
+    layers_of_cache = cache.split() if isinstance(cache, PagedCache) else cache
+    output = models.decode(layers, params, shape.config, token_B, slots.cached_B, layers_of_cache, **how)
+    written: Any = output.cache  # layers of this kind of cache
+    return cache.joined(written) if isinstance(cache, PagedCache) else written, output
 
 
 def _routed(shape: Shape) -> ModelConfig:
@@ -389,11 +304,15 @@ def _routed(shape: Shape) -> ModelConfig:
     return shape.config
 
 
-def _sample(logits_BV: Array, position_B: Array, of: Slots | Insertion, bits_BU: Array | None, shape: Shape) -> Sampled:
+def sample_tokens(
+    logits_BV: Array, position_B: Array, of: Slots | Insertion, bits_BU: Array | None, shape: Shape
+) -> Sampled:
+    """Sample a token of each slot, with the random numbers of its position; see `sample`."""
     uniform_B2 = uniforms(of.seed_B, of.request_B, position_B)
     how: dict[str, Any] = {"stop_BE": of.stop_BE, "bits_BU": bits_BU, "most_kept": shape.most_kept}
     return sample(logits_BV, uniform_B2, position_B, of.settings, **how)
 
 
-def _ended(token_B: Array, sampled_B: Array, of: Slots | Insertion) -> Bool[Array, "B"]:
+def ended(token_B: Array, sampled_B: Array, of: Slots | Insertion) -> Bool[Array, "B"]:
+    """Return True for responses that end with a token, or at their limit of `sampled_B` tokens."""
     return (token_B[:, None] == of.stop_BE).any(axis=1) | (sampled_B >= of.limit_B)

@@ -27,6 +27,7 @@ class ServiceCounts:
       cached_tokens: Number of these tokens that were in the cache.
       queue_s: Seconds between submission and slot, summed over requests.
       busy_slots, slots: Slots in use, and all slots, summed over dispatches.
+      drafted_tokens, accepted_tokens: Number of verified drafted tokens, and number of them that were sampled.
     """
 
     requests: int = 0
@@ -39,6 +40,8 @@ class ServiceCounts:
     queue_s: float = 0.0
     busy_slots: int = 0
     slots: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -239,6 +242,8 @@ class EngineService:
         counts.slots += self.engine.slots
         counts.prompt_tokens = prefill.prompt_tokens - before[0]
         counts.cached_tokens = prefill.reused_tokens - before[1]
+        speculated = self.engine.speculation.counts
+        counts.drafted_tokens, counts.accepted_tokens = speculated.drafted, speculated.accepted
 
     def _start(self, asked: _PendingRequest) -> None:
         self.counts.requests += 1

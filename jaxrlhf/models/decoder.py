@@ -1,10 +1,11 @@
-"""Forward passes of the decoder: over packed rows, over prompts (prefill), or over one token per slot (decode).
+"""Forward passes of the decoder: over packed rows, over prompts (prefill), or over few tokens per slot (decode).
 
 Parameters are float32 masters, or the generation copy in its own dtype. Each matrix is cast to the activation dtype
 where it is used, so that gathers of sharded weights move the smaller dtype.
 Norms, rotary positions and softmax always compute in float32.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -83,11 +84,11 @@ class Past(NamedTuple):
 
 
 class DecodeOutput(NamedTuple):
-    """Result of `decode`: one token of every slot.
+    """Result of `decode`: one token of every slot, or T tokens, with a dimension T after B.
 
     Attributes:
       hidden_BD: Hidden state after the final norm, which predicts the next token.
-      cache: Cache with the token's keys and values added.
+      cache: Cache with the keys and values of the tokens added.
       choice_BLk: int16, ids of the experts chosen for the token; None for a dense model.
     """
 
@@ -333,28 +334,29 @@ def decode(
     layers: list[Params],
     params: Params,
     config: ModelConfig,
-    token_B: Int[Array, "B"],
+    token_B: Int[Array, "B *T"],
     position_B: Int[Array, "B"],
     cache: Cache,
     *,
     offset_B: Int[Array, "B"] | None = None,
     execution: Execution = ONE_DEVICE,
 ) -> DecodeOutput:
-    """Run one token of every slot: write its keys and values at its position, and attend up to this position.
+    """Run few tokens of every slot: write keys and values at each token's position, and attend up to this position.
 
     Args:
       layers: Result of `unstack_layers`, prepared once before the decode loop.
       params: Parameter tree that `layers` came from; its stacked layers are not read and may be absent.
-      token_B: Newest token of each slot.
-      position_B: Index of the newest token in its sequence, below the cache's capacity.
+      token_B: Newest token of each slot, or T consecutive tokens, `[B, T]`; layers with states run one token at a time.
+      position_B: Index of the slot's first token in its sequence, below the cache's capacity.
       offset_B: Rotary position minus `position_B`, for tokens after images; None is no difference.
     """
-    turned_B = position_B if offset_B is None else position_B + offset_B
-    turn, chosen = rotations(config, turned_B[:, None], longest=capacity_of(cache)), []
-    embed_B1D = _embed(params, config, token_B[:, None], execution, None)
-    input_LB1P = layer_inputs(params, config, token_B[:, None], embed_B1D)
+    token_BT, first_B = token_B.reshape(len(token_B), -1), position_B if offset_B is None else position_B + offset_B
+    turned_BT, chosen = first_B[:, None] + jnp.arange(token_BT.shape[1])[None], []
+    turn = rotations(config, turned_BT, longest=capacity_of(cache))
+    embed_BTD = _embed(params, config, token_BT, execution, None)
+    input_LBTP = layer_inputs(params, config, token_BT, embed_BTD)
 
-    def stack(layers, cache, hidden_B1D, slots, working=True):
+    def stack(layers, cache, hidden_BTD, slots, working=True):
         turn, position_B = slots
         caches: Any = iter(cache)
         entry_B = position_B if working is True else jnp.where(working, position_B, NOWHERE)
@@ -362,25 +364,22 @@ def decode(
         shared, written = dict[str, Any](), []
         for index, (layer, name) in enumerate(zip(layers, config.pattern.stack_of(), strict=False)):
             stored = shared[LENDERS[name]] if name in LENDERS else next(caches)
-            input_B1P = None if input_LB1P is None else input_LB1P[index]
-            hidden_B1D, shared[name], routed = layer_slots(
-                *(layer, config.of_stack(name), hidden_B1D, turn, position_B, entry_B, stored, execution, working_B),
-                input_B1P=input_B1P,
+            input_BTP = None if input_LBTP is None else input_LBTP[index]
+            hidden_BTD, shared[name], routed = layer_slots(
+                *(layer, config.of_stack(name), hidden_BTD, turn, position_B, entry_B, stored, execution, working_B),
+                input_BTP=input_BTP,
             )
             if name not in LENDERS:
                 written.append(shared[name])
             if routed is not None:  # models with experts have no stages, so this list is not inside a shard_map
-                chosen.append(routed.choice_RWk[:, 0].astype(jnp.int16))
-        return hidden_B1D, written
+                chosen.append(routed.choice_RWk.astype(jnp.int16))
+        return hidden_BTD, written
 
-    state = layers, cache, make_streams(params, config, embed_B1D), (turn, position_B)
-    if execution.pipeline is None:
-        hidden_B1D, written = stack(*state)
-    else:
-        hidden_B1D, written = pipeline_decode(execution.pipeline, stack, *state)
-    choice_BLk = jnp.stack(chosen, axis=1) if chosen else None
-    hidden_B1D = norm(config, merge_streams(params, config, hidden_B1D), params["final_norm"])
-    return DecodeOutput(hidden_B1D[:, 0], written, choice_BLk)
+    run = stack if execution.pipeline is None else partial(pipeline_decode, execution.pipeline, stack)
+    hidden_BTD, written = run(layers, cache, make_streams(params, config, embed_BTD), (turn, position_B))
+    choice_BLk = jnp.stack(chosen, axis=2).reshape(*token_B.shape, len(chosen), -1) if chosen else None
+    hidden_BTD = norm(config, merge_streams(params, config, hidden_BTD), params["final_norm"])
+    return DecodeOutput(hidden_BTD.reshape(*token_B.shape, -1), written, choice_BLk)
 
 
 def _embed(

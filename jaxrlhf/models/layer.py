@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
 from jaxrlhf.models.attention import linear_attention
+from jaxrlhf.models.attention.attention import each_token
 from jaxrlhf.models.attention.head_exchange import HeadExchange
 from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix
 from jaxrlhf.models.attention.linear_attention import LayerState, Projected
@@ -108,7 +109,7 @@ def _linear_rows(
 def layer_slots(
     layer: Params,
     config: ModelConfig,
-    hidden_B1D: Array,
+    hidden_BTD: Array,
     turn: Rotations,
     position_B: Array,
     entry_B: Array,
@@ -116,12 +117,13 @@ def layer_slots(
     execution: Execution,
     working_B: Array | None = None,
     *,
-    input_B1P: Array | None = None,
+    input_BTP: Array | None = None,
 ):
-    """Run a layer over one token per slot. The token's key and value become entry `entry_B` of the cache.
+    """Run a layer over T consecutive tokens per slot. Their keys and values become cache entries, from `entry_B` on.
 
     Args:
       config: Configuration as the layer's stack sees it (`ModelConfig.of_stack`).
+      position_B: Position of the first token of each slot.
       stored: Cache of the layer, or of the layer that it borrows from. A borrowed cache is not written to.
       working_B: False for slots whose state stays unchanged, in layers with states.
 
@@ -131,24 +133,29 @@ def layer_slots(
     weights, score_mod = layer["attention"], _score_mod(layer, config)
 
     if isinstance(stored, LayerState):
+        assert hidden_BTD.shape[1] == 1, "a state cannot be rolled back, so its layer runs one token at a time"
         mix_linear = partial(_linear_slots, weights, config, stored, working_B)
-        return _block(layer, config, hidden_B1D, mix_linear, execution, NO_ROUTER_INPUTS, input_B1P)
+        return _block(layer, config, hidden_BTD, mix_linear, execution, NO_ROUTER_INPUTS, input_BTP)
 
-    def mix(input_B1D: Array) -> tuple[Array, LayerCache | LayerPages]:
-        query_B1NH, gate_B1NH, made = _heads(layer, config, input_B1D, turn, execution)
-        written = stored
+    def mix(input_BTD: Array) -> tuple[Array, LayerCache | LayerPages]:
+        query_BTNH, gate_BTNH, made = _heads(layer, config, input_BTD, turn, execution)
+        written, latent = stored, config.latent
         if made is not None:
-            written = stored.write(made.key_LPSKH[:, 0], made.value_LPSKH[:, 0], entry_B, execution=execution)
-        query_BNH = query_B1NH[:, 0]
-        if config.latent is not None:
-            assert isinstance(written, LayerCache), "latent attention has no cache in pages"
-            arrays = query_BNH, written, position_B, score_mod
-            mixed_BNH = attend_latents(weights, config, config.latent, *arrays, execution=execution)
-        else:
-            mixed_BNH = written.attend(query_BNH, position_B, score_mod, execution=execution)
-        return _gated(mixed_BNH[:, None], gate_B1NH), written
+            for at in range(input_BTD.shape[1]):
+                key_BKH, value_BKH = made.key_LPSKH[:, at], made.value_LPSKH[:, at]
+                written = written.write(key_BKH, value_BKH, entry_B + at, execution=execution)
+        if latent is None:
+            mixed_BTNH = written.attend(query_BTNH, position_B, score_mod, execution=execution)
+            return _gated(mixed_BTNH, gate_BTNH), written
+        assert isinstance(written, LayerCache), "latent attention has no cache in pages"
 
-    return _block(layer, config, hidden_B1D, mix, execution, NO_ROUTER_INPUTS, input_B1P)
+        def one(query_BNH: Array, position_B: Array) -> Array:
+            arrays = query_BNH, written, position_B, score_mod
+            return attend_latents(weights, config, latent, *arrays, execution=execution)
+
+        return _gated(each_token(one, query_BTNH, position_B), gate_BTNH), written
+
+    return _block(layer, config, hidden_BTD, mix, execution, NO_ROUTER_INPUTS, input_BTP)
 
 
 def _linear_slots(

@@ -17,6 +17,8 @@ _HELP = {
     "queue_s": "Seconds that choices waited for a slot, summed.",
     "busy_slots": "Slots that sampled tokens, summed over dispatches.",
     "slots": "All slots, summed over dispatches.",
+    "drafted_tokens": "Drafted tokens that were verified.",
+    "accepted_tokens": "Drafted tokens that were sampled.",
 }
 
 

@@ -62,9 +62,11 @@ class Actor(TrainedWorker, GenerationWorker):
         self.version = counters["version"]
 
     def take_metrics(self) -> Metrics:
-        """Return the cost of switching layouts and of moving weights since the last call."""
+        """Return the cost of switching layouts and of moving weights since the last call, and the worth of drafts."""
         switches, self._switches = self._switches, []
+        drafts = {} if self._sampler is None else self._sampler.take_metrics()
         return super().take_metrics() | {
+            **drafts,
             "time/relayout_s": sum(switch.seconds for switch in switches),
             "relayout/received_bytes": float(max((switch.bytes_per_device for switch in switches), default=0)),
         }

@@ -176,6 +176,7 @@ class Builder:
             records_routing=rollout.replay_routing,
             most_kept=rollout.sampling.most_kept if model is on.model else 0,
             pixels=on.pixels,
+            speculation=rollout.speculation,
             slot_axes=SLOT_AXES,
             kv_head_axis="tensor",
             execution=choose_execution(

@@ -61,6 +61,18 @@ class Sampler:
     most_kept: int = 0
     new_engine: Callable[[AnyModel, int], Engine] | None = None
 
+    def take_metrics(self) -> dict[str, float]:
+        """Return what drafts were worth since the last call; empty if none was verified."""
+        if not isinstance(self.engine, Engine):
+            return {}
+        counts = self.engine.speculation.take_counts()
+        if not counts.calls:
+            return {}
+        return {
+            "speculation/accepted_fraction": counts.accepted / max(counts.drafted, 1),
+            "speculation/tokens_per_pass": counts.tokens / counts.rows,
+        }
+
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
         """Compile every program that generation from prompts of these lengths needs."""
         self.engine.compile_ahead(prompt_lengths)

@@ -276,6 +276,8 @@ def test_settings_that_servers_cannot_serve_are_refused(refused, tmp_path):
         checked(replace(tiny, algorithm=GRPO(correction=None, responses_per_update=16), rollout=rollout))
     with refused():
         checked(replace(tiny, algorithm=GRPO(old_logp="sampler", responses_per_update=16), rollout=rollout))
+    with refused():
+        checked(replace(tiny, rollout=replace(rollout, speculation="auto")))
     config = replace(tiny, algorithm=GRPO(responses_per_update=16), rollout=rollout, workdir=str(tmp_path))
     assert config.algorithm.correction_for(config.rollout) == TruncatedImportance()
     assert not config.algorithm.trusts_sampler(config.rollout)

@@ -15,6 +15,7 @@ from tiny_runs import get_config
 from jaxrlhf import models
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.engine import programs
+from jaxrlhf.engine.cache import cache_programs
 from jaxrlhf.models.attention import kernel_choice
 from jaxrlhf.models.attention.attention import DECODE, PAGES, ROWS
 from jaxrlhf.models.config import LatentAttention
@@ -237,7 +238,7 @@ def test_programs_compute_with_the_kernels_they_are_given(program, kernel, monke
         elif program == "prefill":
             run = partial(programs.prefill, layers=None, token_PS=rows, length_P=length, shape=shape)
         else:
-            cache = programs.empty_cache(slots=2, capacity=32, shape=shape)
+            cache = cache_programs.empty_cache(slots=2, capacity=32, shape=shape)
             slots = programs.empty_slots(slots=2, shape=shape)
 
             def run(params):

@@ -197,7 +197,7 @@ def test_pages_and_heads_stay_where_they_are_on_a_mesh():
 
     def run(query, key, value, pages, table, position):
         stored = LayerPages(pages, table).write(key, value, position, execution=execution)
-        return stored.attend(query, position, PLAIN, execution=execution), stored.pages_ZSJU
+        return stored.attend(query[:, None], position, PLAIN, execution=execution)[:, 0], stored.pages_ZSJU
 
     spec = PartitionSpec("data", "tensor"), PartitionSpec("data", None, "tensor"), PartitionSpec("data")
     head, page, slot = (NamedSharding(mesh, each) for each in spec)

@@ -226,6 +226,7 @@ def test_where_a_run_has_groups_under_way_it_goes_on_with_over_provision_alone()
         ({"over": 2.5}, r"over_provision must be in \[1\.0, 2\.0\]"),
         ({"replay_routing": True}, "are not recorded for replay_routing"),
         ({"server": RolloutServer(("http://127.0.0.1:1",))}, "completes every request"),
+        ({"speculation": "auto"}, "the tokens of a call depend on timings"),
     ],
 )
 def test_groups_are_not_put_off_where_they_could_not_go_on(changes, said):

@@ -24,6 +24,11 @@ def check_sampler(config: Config) -> None:
             "rollout.server requires a single process, which sends requests and writes weights, but cluster has one "
             "process per host; set rollout.server=None, or cluster=None",
         )
+        require(
+            config.rollout.speculation is None,
+            "rollout.speculation='auto' verifies drafts in the built-in engine, but rollout.server generates with "
+            "another engine, which has its own speculation; set rollout.speculation=None, or rollout.server=None",
+        )
     if kind is server is None:
         return
     differs = f"quantize={kind!r} samples from rounded weights" if kind else "server samples with another engine"
@@ -105,6 +110,12 @@ def check_schedule(config: Config) -> None:
         f"rollout.over_provision={over} uses the groups that are complete first, which for episodes depends on the "
         "run time of their tools, so the run is not reproducible; to accept this, set rollout.order='arrival'; "
         "otherwise set rollout.over_provision=1",
+    )
+    require(
+        arrival or rollout.speculation is None,
+        f"rollout.over_provision={over} uses the groups that are complete after fewest tokens per response, but with "
+        "rollout.speculation='auto' the tokens of a call depend on timings, so the run is not reproducible; set "
+        "rollout.speculation=None, or rollout.over_provision=1",
     )
     require(
         rollout.server is None,

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrlhf.engine import programs
 from jaxrlhf.engine.buckets import cache_capacities, fit, whole
+from jaxrlhf.engine.cache import cache_programs
 from jaxrlhf.engine.cache.block_manager import BlockManager
 from jaxrlhf.engine.compiled import Compiled, EngineShardings
 from jaxrlhf.engine.programs import Insertion, Prefilled
@@ -39,7 +39,9 @@ class SlotCache:
     def __init__(self, compiled: Compiled, layout: EngineShardings, *, slots: int, longest: int) -> None:
         self._compiled = compiled
         self._shardings, self._prefix = layout, layout.prompts.prefix
-        layers = jax.eval_shape(partial(programs.empty_cache, slots=slots, capacity=longest, shape=compiled.shape))
+        layers = jax.eval_shape(
+            partial(cache_programs.empty_cache, slots=slots, capacity=longest, shape=compiled.shape)
+        )
         # Rings do not grow.
         sizes = cache_capacities(longest) if capacity_of(layers) is not None else (longest,)
         self.sizes = whole(sizes, multiple=compiled.shape.execution.cache_ways)
@@ -62,7 +64,7 @@ class SlotCache:
     def grow(self, size: int) -> None:
         """Grow to at least `size`, one of `sizes`; step by step, so that each step is compiled once."""
         if not self.arrays:
-            empty = partial(programs.empty_cache, slots=self._rows, capacity=self.sizes[0])
+            empty = partial(cache_programs.empty_cache, slots=self._rows, capacity=self.sizes[0])
             out = self._shardings.of_slots(jax.eval_shape(partial(empty, shape=self._compiled.shape)))
             self.arrays = self._compiled.run(("empty cache", self._rows), empty, out=out)
             self.size = self.sizes[0]
@@ -90,13 +92,13 @@ class SlotCache:
             place = np.int32(places[cache_kind(stored)])
             arguments = (stored, prompts, place, insertion.row_I, insertion.target_I)
             out = self._shardings.of_slots(stored)
-            self.arrays[layer] = self._compiled.run(sizes, programs.place, *arguments, out=out, donate=0)
+            self.arrays[layer] = self._compiled.run(sizes, cache_programs.place, *arguments, out=out, donate=0)
             places[cache_kind(stored)] += 1
 
     def prefix(self, slots: Sequence[int], slot_B: np.ndarray, *, width: int) -> Prefix:
         """Return the first `width` entries of these slots in the form of a prefill's result."""
         rows, sizes = rows_of(slots, slot_B), ("take", width, self.size, len(slots), self._rows)
-        program = partial(programs.take_prefix, width=width)
+        program = partial(cache_programs.take_prefix, width=width)
         return self._compiled.run(sizes, program, self.arrays, rows, out=self._prefix)
 
     def keep(self, row_GB: np.ndarray) -> None:
@@ -104,7 +106,7 @@ class SlotCache:
         self._resize(row_GB.size, self.size, row_GB)
 
     def _resize(self, rows: int, capacity: int, row_GB: np.ndarray | None) -> None:
-        program, before = partial(programs.resize, capacity=capacity), self.size
+        program, before = partial(cache_programs.resize, capacity=capacity), self.size
         for layer, stored in enumerate(self.arrays):
             if row_GB is None and is_ring(stored):
                 continue
@@ -177,11 +179,11 @@ class PageCache:
         layers, where = self.arrays.layers, self.layout.layers
         if not layers:
             self.size = self.sizes[0]
-            empty = partial(programs.empty_pages, pages=self._replicas * self.size)
+            empty = partial(cache_programs.empty_pages, pages=self._replicas * self.size)
             layers.extend(self._compiled.run(("empty pages",), empty, out=where))
         while self.size < size:
             larger = self.sizes[self.sizes.index(self.size) + 1]
-            program = partial(programs.add_pages, pages=larger - self.size)
+            program = partial(cache_programs.add_pages, pages=larger - self.size)
             for layer, pages in enumerate(layers):
                 layers[layer] = self._compiled.run(("add pages", self.size), program, pages, out=where)
             self.size = larger
@@ -208,7 +210,7 @@ class PageCache:
             pages = self.books[replica].place(own, prefilled.tokens[row])
             page_GIQ[replica, index, : len(pages)] = pages
         self._grow_to_fit()
-        layers, sizes, program = self.arrays.layers, ("place", width, self.size, rows), programs.place_in_pages
+        layers, sizes, program = self.arrays.layers, ("place", width, self.size, rows), cache_programs.place_in_pages
         for layer, stored in enumerate(layers):
             arguments = (stored, prefilled.prompts.prefix, np.int32(layer), insertion.row_I, page_GIQ)
             layers[layer] = self._compiled.run(sizes, program, *arguments, out=self.layout.layers, donate=0)
@@ -220,7 +222,7 @@ class PageCache:
             replica, own = self._place_of(slot)
             pages = self.books[replica].held(own)[: page_GPQ.shape[2]]
             page_GPQ[replica, row, : len(pages)] = pages
-        program = partial(programs.take_prefix_from_pages, width=width)
+        program = partial(cache_programs.take_prefix_from_pages, width=width)
         sizes = ("take", width, self.size, len(slots))
         return self._compiled.run(sizes, program, self.arrays.layers, page_GPQ, out=self._prefix)
 

@@ -1,4 +1,4 @@
-"""Attention of packed rows to themselves, and of one new token per slot to its cache.
+"""Attention of packed rows to themselves, and of new tokens of each slot to its cache.
 
 `attend`, `attend_cache` and `attend_pages` are the interface to the kernels; every kernel computes the same function.
 `kernel_choice` finds the best kernels that compute correctly on a backend.
@@ -112,6 +112,36 @@ def attend_cache(
     return kernel(query_BNH, key_BKHS, value_BKSH, position_B, score_mod)
 
 
+def attend_tokens(
+    query_BTNH: Float[Array, "B T N H"],
+    key_BKHS: Float[Array, "B K H S"],
+    value_BKSH: Float[Array, "B K S H"],
+    position_B: Int[Array, "B"],
+    score_mod: ScoreMod = PLAIN,
+    *,
+    ring: bool = False,
+    execution: Execution = ONE_DEVICE,
+) -> Float[Array, "B T N H"]:
+    """Compute `attend_cache` for T consecutive tokens per slot, the first of them at `position_B`.
+
+    The `xla` kernel reads the cache once for all tokens of a slot; other kernels read the cache once for each token.
+    """
+    if execution.decode_kernel == "xla" and (ring or execution.cache_ways == 1):
+        return _tokens_xla(query_BTNH, key_BKHS, value_BKSH, position_B, score_mod, ring=ring)
+
+    def one(query_BNH: Array, position_B: Array) -> Array:
+        how: Any = {"ring": ring, "execution": execution}
+        return attend_cache(query_BNH, key_BKHS, value_BKSH, position_B, score_mod, **how)
+
+    return each_token(one, query_BTNH, position_B)
+
+
+def each_token(one: Callable[[Array, Array], Array], query_BTNH: Array, position_B: Array) -> Array:
+    """Apply attention of one token per slot, a function `(queries, positions)`, to T consecutive tokens per slot."""
+    tokens = range(query_BTNH.shape[1])
+    return jnp.stack([one(query_BTNH[:, at], position_B + at) for at in tokens], axis=1)
+
+
 def _attend_shared(
     query_BNH: Array,
     key_BKHS: Array,
@@ -197,28 +227,39 @@ def _decode_xla(
     *,
     ring: bool = False,
 ) -> Array:
+    return _tokens_xla(query_BNH[:, None], key_BKHS, value_BKSH, position_B, score_mod, ring=ring)[:, 0]
+
+
+def _tokens_xla(
+    query_BTNH: Array, key_BKHS: Array, value_BKSH: Array, position_B: Array, score_mod: ScoreMod, *, ring: bool
+) -> Array:
     slots, kv_heads, head_dim, capacity = key_BKHS.shape
-    query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)
-    logit_BKGS = jnp.einsum("BKGH,BKHS->BKGS", query_BKGH, key_BKHS, preferred_element_type=jnp.float32)
+    tokens = query_BTNH.shape[1]
+    query_BTKGH = query_BTNH.reshape(slots, tokens, kv_heads, -1, head_dim)
+    query_BKTGH = jnp.swapaxes(query_BTKGH, 1, 2)
+    logit_BKTGS = jnp.einsum("BKTGH,BKHS->BKTGS", query_BKTGH, key_BKHS, preferred_element_type=jnp.float32)
+    position_BT = position_B[:, None] + jnp.arange(tokens, dtype=position_B.dtype)[None]
     if ring:
-        seen_BS = seen_in_ring(position_B, capacity, score_mod)
+        seen_BTS = seen_in_ring(position_BT, capacity, score_mod)
     else:
         # A finished slot may have run past its cache: clip, so that it still sees a position.
-        newest_B = jnp.minimum(position_B, capacity - 1)
-        seen_BS = score_mod.in_window(newest_B[:, None] - jnp.arange(capacity)[None, :])
-    score_BKGS = score_mod.cap(logit_BKGS / score_mod.divide_by(head_dim)) + mask_bias(seen_BS)[:, None, None, :]
-    sink_KG, most_BKG1 = score_mod.sinks(kv_heads), score_BKGS.max(axis=-1, keepdims=True)
-    if sink_KG is not None:
-        most_BKG1 = jnp.maximum(most_BKG1, sink_KG[None, :, :, None])
-    weight_BKGS = jnp.exp(score_BKGS - most_BKG1)
-    total_BKG1 = weight_BKGS.sum(axis=-1, keepdims=True)
-    if sink_KG is not None:
-        total_BKG1 += jnp.exp(sink_KG[None, :, :, None] - most_BKG1)
-    mixed_BKGH = jnp.einsum(
-        "BKGS,BKSH->BKGH", weight_BKGS.astype(value_BKSH.dtype), value_BKSH, preferred_element_type=jnp.float32
+        newest_BT = jnp.minimum(position_BT, capacity - 1)
+        seen_BTS = score_mod.in_window(newest_BT[:, :, None] - jnp.arange(capacity)[None, None])
+    bias_B1T1S = mask_bias(seen_BTS)[:, None, :, None]
+    score_BKTGS = score_mod.cap(logit_BKTGS / score_mod.divide_by(head_dim)) + bias_B1T1S
+    sink_KG, most_BKTG1 = score_mod.sinks(kv_heads), score_BKTGS.max(axis=-1, keepdims=True)
+    sink_1K1G1 = None if sink_KG is None else sink_KG[None, :, None, :, None]
+    if sink_1K1G1 is not None:
+        most_BKTG1 = jnp.maximum(most_BKTG1, sink_1K1G1)
+    weight_BKTGS = jnp.exp(score_BKTGS - most_BKTG1)
+    total_BKTG1 = weight_BKTGS.sum(axis=-1, keepdims=True)
+    if sink_1K1G1 is not None:
+        total_BKTG1 += jnp.exp(sink_1K1G1 - most_BKTG1)
+    mixed_BKTGH = jnp.einsum(
+        "BKTGS,BKSH->BKTGH", weight_BKTGS.astype(value_BKSH.dtype), value_BKSH, preferred_element_type=jnp.float32
     )
-    mixed_BKGH = (mixed_BKGH / total_BKG1).astype(value_BKSH.dtype)
-    return mixed_BKGH.reshape(query_BNH.shape)
+    mixed_BKTGH = (mixed_BKTGH / total_BKTG1).astype(value_BKSH.dtype)
+    return jnp.swapaxes(mixed_BKTGH, 1, 2).reshape(query_BTNH.shape)
 
 
 def _parts_xla(

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int, Num
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.attention.attention import attend_cache
+from jaxrlhf.models.attention.attention import attend_tokens
 from jaxrlhf.models.attention.interleaved import by_device, interleave, resized
 from jaxrlhf.models.attention.linear_attention import LayerState, empty_state
 from jaxrlhf.models.attention.pages import LayerPages
@@ -108,14 +108,14 @@ class LayerCache(NamedTuple):
 
     def attend(
         self,
-        query_BNH: Float[Array, "B N H"],
+        query_BTNH: Float[Array, "B T N H"],
         position_B: Int[Array, "B"],
         score_mod: ScoreMod,
         *,
         execution: Execution,
-    ) -> Float[Array, "B N H"]:
-        """Attend with one query per slot to this layer's cache."""
-        return attend_cache(query_BNH, *self, position_B, score_mod, execution=execution)
+    ) -> Float[Array, "B T N H"]:
+        """Attend with T consecutive tokens per slot, the first at `position_B`, to this layer's cache."""
+        return attend_tokens(query_BTNH, *self, position_B, score_mod, execution=execution)
 
     def first(self, width: int, *, ways: int = 1) -> tuple[Array, Array]:
         """Return keys and values of the first positions, `[B, W, K, H]` as in prompts; zeros past the capacity.
@@ -142,14 +142,14 @@ class RingCache(LayerCache):
         self, key_BKH: Array, value_BKU: Array, position_B: Array, *, execution: Execution = ONE_DEVICE
     ) -> LayerCache:
         """Write one new entry per slot, in place of the oldest entry."""
-        entry_B = jnp.where(position_B == NOWHERE, NOWHERE, position_B % self.capacity)
+        entry_B = jnp.where(position_B >= NOWHERE, NOWHERE, position_B % self.capacity)
         return super().write(key_BKH, value_BKU, entry_B, execution=execution)
 
-    def attend(self, query_BNH: Array, position_B: Array, score_mod: ScoreMod, *, execution: Execution) -> Array:
-        """Attend with one query per slot to the positions in its window."""
+    def attend(self, query_BTNH: Array, position_B: Array, score_mod: ScoreMod, *, execution: Execution) -> Array:
+        """Attend with T consecutive tokens per slot to the positions in their windows."""
         near = replace(score_mod, slides=None)
         key_BKHS, value_BKSH = self
-        return attend_cache(query_BNH, key_BKHS, value_BKSH, position_B, near, ring=True, execution=execution)
+        return attend_tokens(query_BTNH, key_BKHS, value_BKSH, position_B, near, ring=True, execution=execution)
 
     def first(self, width: int, *, ways: int = 1) -> tuple[Array, Array]:
         """Return keys and values of the first positions, `[B, W, K, H]`; overwritten positions have other entries."""

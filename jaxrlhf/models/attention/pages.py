@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int, Num
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.attention.attention import LANES, attend_pages
+from jaxrlhf.models.attention.attention import LANES, attend_pages, each_token
 from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.execution import Execution
@@ -62,14 +62,18 @@ class LayerPages(NamedTuple):
 
     def attend(
         self,
-        query_BNH: Float[Array, "B N H"],
+        query_BTNH: Float[Array, "B T N H"],
         position_B: Int[Array, "B"],
         score_mod: ScoreMod,
         *,
         execution: Execution,
-    ) -> Float[Array, "B N H"]:
-        """Attend with one query per slot to its pages."""
-        return attend_pages(query_BNH, *self, position_B, score_mod, execution=execution)
+    ) -> Float[Array, "B T N H"]:
+        """Attend with T consecutive tokens per slot, the first at `position_B`, to the slot's pages."""
+
+        def one(query_BNH: Array, position_B: Array) -> Array:
+            return attend_pages(query_BNH, *self, position_B, score_mod, execution=execution)
+
+        return each_token(one, query_BTNH, position_B)
 
 
 class PagedCache(NamedTuple):

@@ -35,10 +35,14 @@ def windowed_share(config: ModelConfig, *, stages: int = 1) -> float:
     return sum(width for width, flag in zip(kept, slides, strict=True) if flag) / sum(kept)
 
 
-def seen_in_ring(position_B: Int[Array, "B"], entries: int, score_mod: ScoreMod) -> Bool[Array, "B R"]:
-    """Return a mask of the entries of a ring that the newest position of each slot sees."""
-    ago_BR = jnp.mod(position_B[:, None] - jnp.arange(entries)[None], entries)
-    return score_mod.in_window(ago_BR) & (ago_BR <= position_B[:, None])
+def seen_in_ring(position_BT: Int[Array, "B T"], entries: int, score_mod: ScoreMod) -> Bool[Array, "B T R"]:
+    """Return a mask of the entries of a ring that T positions of each slot see.
+
+    Entries of positions after a token count as old positions. No window reaches them while R is at least the window
+    plus the number of positions that were written after the token.
+    """
+    ago_BTR = jnp.mod(position_BT[:, :, None] - jnp.arange(entries)[None, None], entries)
+    return score_mod.in_window(ago_BTR) & (ago_BTR <= position_BT[:, :, None])
 
 
 def ring_of_prompts(

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxrlhf.config import CommandLine
 
@@ -16,6 +17,7 @@ class EngineSizes:
       response_tokens: Maximum tokens of a response; None is a quarter of the context.
       tensor: Number of devices that split every layer (tensor parallelism).
       dtype: Dtype of weights and computation.
+      speculation: Setting `rollout.speculation`.
     """
 
     slots: int = 32
@@ -23,6 +25,7 @@ class EngineSizes:
     response_tokens: int | None = None
     tensor: int = 1
     dtype: str = "bfloat16"
+    speculation: Literal["auto"] | None = None
 
 
 def add_policy_flags(command: CommandLine, name: str = "policy", *, also: str = "") -> None:
@@ -46,8 +49,13 @@ def add_engine_flags(command: CommandLine, *, slots: int = 32) -> None:
     )
     command.add_argument("--tensor", type=int, default=1, help="number of devices that split every layer")
     command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    command.add_argument(
+        "--speculation", choices=("auto",), help="auto verifies drafts where this is faster; default: no drafts"
+    )
 
 
 def engine_sizes(flags: Namespace) -> EngineSizes:
     """Return the engine sizes that the flags set."""
-    return EngineSizes(flags.slots, flags.context, flags.max_tokens, flags.tensor, flags.dtype)
+    return EngineSizes(
+        flags.slots, flags.context, flags.max_tokens, flags.tensor, flags.dtype, speculation=flags.speculation
+    )

@@ -100,6 +100,7 @@ def _engine(
         execution=choose_execution(config, jnp.dtype(sizes.dtype), mesh, **GENERATION_AXES, decodes=True, cache="auto"),
         decode=TokenBytes(tokenizer).text,
         pixels=pixels,
+        speculation=sizes.speculation,
     )
 
 

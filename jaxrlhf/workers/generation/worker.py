@@ -33,9 +33,9 @@ class RolloutWorker(GenerationWorker):
         self._metrics: Metrics = {}
 
     def take_metrics(self) -> Metrics:
-        """Return the cost of receiving and loading weights since the last call."""
+        """Return the cost of receiving and loading weights since the last call, and the worth of drafts."""
         metrics, self._metrics = self._metrics, {}
-        return metrics
+        return metrics | self._sampler.take_metrics()
 
     @worker_method(ONE_TO_ALL, part="relayout")
     def wanted_weights(self) -> Splits:

@@ -1,0 +1,286 @@
+"""Choice between one token and a draft: a draft is verified where the expected tokens per second are higher.
+
+For d drafted tokens, a match of m tokens, and a rate a_m at which the policy samples drafted tokens after such matches,
+a verification is expected to give a row
+
+    1 + a_m + a_m^2 + ... + a_m^d    tokens
+
+The rates are counted in every window, also where no draft was verified: the tokens that were sampled are compared with
+the draft that there was. The seconds of a call are those of the engine's own calls with as many rows. So speculation
+turns itself off where it loses, and on again, and measures nothing apart.
+
+Timings decide only how many tokens a call samples, never which (`verification`). They differ between two runs, and so
+may the last digits of log-probabilities.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jaxrlhf.engine.buckets import Shape
+from jaxrlhf.engine.constraints import constrained
+from jaxrlhf.engine.programs import NO_TOKEN, decode
+from jaxrlhf.engine.sequence import SequenceState, WindowTokens
+from jaxrlhf.engine.slot_book import SlotBook
+from jaxrlhf.engine.speculation.drafts import MOST_MATCHED, NO_DRAFT, Draft, DraftIndex
+from jaxrlhf.engine.speculation.verification import verify
+from jaxrlhf.models.config import ModelConfig
+
+WIDTHS = (4, 8)
+"""Tokens of a row that one verification runs: the newest token, and at most all others drafted."""
+
+MOST_TOKENS = {"cpu": 32}
+MOST_TOKENS_ELSEWHERE = 256
+"""Most tokens of a verification over all rows of a replica, by platform; more are bound by arithmetic, not by weights.
+
+No program is compiled for more, so that large batches compile and draft nothing.
+"""
+
+FEWEST_SLOTS = {"cpu": 2}
+"""Fewest slots of a replica that run together with drafts, by platform, where arithmetic bounds even few tokens: rows
+without a response then cost as much as drafted tokens."""
+
+LEAST_GAIN = 1.05
+"""Smallest expected ratio of tokens per second for which a draft is verified."""
+
+SHORT_WINDOW = 4
+"""Maximum number of tokens of a window without drafts, while drafts pay: soon there may be a draft again."""
+
+_LEAST_MEAN_GAIN = 1.02
+_NEWEST_SHARE = 0.1
+_COST_SHARE = 0.5
+"""Shares of the newest value in the running means of the gain and of the seconds of a call."""
+
+_KEPT_COST = 0.995
+"""Factor of the seconds of a verification that did not pay, so that it is measured again: there are bad moments."""
+
+_MOST_TRIALS = 256.0
+"""Number of drafted tokens after which the counts of a rate are halved, so that rates follow the policy."""
+
+
+@dataclass
+class SpeculationCounts:
+    """Counters of an engine's speculation since its start, or since they were last taken.
+
+    Attributes:
+      calls: Number of verifications.
+      rows: Number of responses in progress, summed over verifications.
+      tokens: Number of tokens that verifications sampled.
+      drafted, accepted: Number of drafted tokens that were compared with a sample, and number of equal ones.
+    """
+
+    calls: int = 0
+    rows: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class NextCall(NamedTuple):
+    """Next call of the engine: a program, its name, further sizes of its name, and the arguments after the slots."""
+
+    name: str
+    program: Callable[..., Any]
+    sizes: tuple[str | int, ...]
+    arguments: tuple[Any, ...]
+
+
+class _Dispatched(NamedTuple):
+    """Dispatched call: rows, tokens of a row (1 without drafts), and the number of programs compiled before it.
+
+    Attributes:
+      start_s: Start of the call; None if its seconds are not those of the call alone.
+    """
+
+    rows: int
+    width: int
+    start_s: float | None
+    compiled: int
+
+
+def obstacle(shape: Shape) -> str | None:
+    """Return the reason why an engine cannot verify drafts; None if there is none."""
+    config = shape.config
+    if not isinstance(config, ModelConfig):
+        return "a user-defined model runs one token of a slot at a time"
+    if config.linear is not None:
+        return "states of linear attention cannot be rolled back to the last accepted token"
+    if shape.tokens_per_dispatch < WIDTHS[0]:
+        return f"decode_tokens_per_dispatch={shape.tokens_per_dispatch} is below the {WIDTHS[0]} tokens of a draft"
+    return None
+
+
+class Speculation:
+    """Speculation of an engine: drafts of its rows, what they are worth, and the choice of the next call.
+
+    Args:
+      wanted: Setting `rollout.speculation`.
+      clock: Function that returns seconds.
+
+    Attributes:
+      off: Reason why no drafts are verified; None if they may be.
+      widths: Numbers of tokens of a row that a verification may run; empty if off.
+      admits_ahead: False if only one call may be in flight.
+      fewest_slots: Fewest slots of a replica that run together; None is the engine's own number.
+      counts: Counters; see `take_counts`.
+    """
+
+    def __init__(
+        self,
+        wanted: Literal["auto"] | None,
+        shape: Shape,
+        *,
+        platform: str,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.off = "rollout.speculation=None" if wanted is None else obstacle(shape)
+        self.widths = () if self.off else tuple(width for width in WIDTHS if width <= shape.tokens_per_dispatch)
+        self.fewest_slots = FEWEST_SLOTS.get(platform) if self.widths else None
+        self._most_tokens = MOST_TOKENS.get(platform, MOST_TOKENS_ELSEWHERE) * shape.replicas
+        self._clock, self.counts, self._index = clock, SpeculationCounts(), DraftIndex()
+        self._window_tokens = shape.tokens_per_dispatch
+        # The slack of a ring is for the tokens of two calls, and a verification writes past the last accepted token.
+        self.admits_ahead = not self.widths or shape.execution.ring_entries is None
+        self._drafts: dict[int, Draft] = {}  # by slot; every running response that was read has one
+        self._seconds: dict[tuple[int, int], float] = {}
+        self._hits, self._trials = np.full(MOST_MATCHED + 1, 1.0), np.full(MOST_MATCHED + 1, 2.0)
+        self._call: _Dispatched | None = None
+        self._mean_gain = 1.0
+
+    @property
+    def pays(self) -> bool:
+        """True if drafts were worth verifying of late, so that the next window waits for the tokens of the last."""
+        return self._mean_gain > _LEAST_MEAN_GAIN or (self._call is not None and self._call.width > 1)
+
+    def take_counts(self) -> SpeculationCounts:
+        """Return the counters and start them again at 0."""
+        taken, self.counts = self.counts, SpeculationCounts()
+        return taken
+
+    def free(self) -> None:
+        """Drop all running responses; earlier responses stay."""
+        self._drafts.clear()
+        self._index.clear_running()
+        self._call = None
+
+    def next_call(self, book: SlotBook, bits_BU: np.ndarray | None, *, compiled: int) -> NextCall:
+        """Return the call that is dispatched now: a verification of drafts, or a window of `decode` without drafts.
+
+        Args:
+          bits_BU: Masks of `SlotConstraints.next`; every response then samples one token, and no draft is verified.
+          compiled: Number of programs compiled so far.
+        """
+        if not self.widths:
+            return NextCall("decode", decode, constrained(bits_BU), (bits_BU,))
+        draft_BD = self._chosen(book, compiled) if bits_BU is None else None
+        if draft_BD is not None:
+            return NextCall("verify", verify, draft_BD.shape[1:], (draft_BD,))
+        most = np.int32(SHORT_WINDOW if self.pays else self._window_tokens)
+        return NextCall("decode", decode, constrained(bits_BU), (bits_BU, most))
+
+    def _chosen(self, book: SlotBook, compiled: int) -> np.ndarray | None:
+        """Return the drafts to verify, `[B, D]`, `NO_TOKEN` where there are fewer; None to sample without drafts."""
+        rows, alone = len(book.slot_B), not book.unread
+        width, gain = self._best(rows, book.active) if alone else (1, 1.0)
+        if gain < LEAST_GAIN:
+            if width > 1 and (rows, width) in self._seconds:
+                self._seconds[rows, width] *= _KEPT_COST
+            width = 1
+        # The first window of a response waits for its prompt, and overlapping windows for each other.
+        measured = alone and len(self._drafts) == book.active
+        self._call = _Dispatched(rows, width, self._clock() if measured else None, compiled) if alone else None
+        if width == 1:
+            return None
+        draft_BD = np.full((rows, width - 1), NO_TOKEN, np.int32)
+        for row, slot in enumerate(book.slot_B.tolist()):
+            tokens = self._drafts.get(slot, NO_DRAFT).tokens[: width - 1]
+            draft_BD[row, : len(tokens)] = tokens
+        return draft_BD
+
+    def read(self, read: Sequence[tuple[SequenceState, WindowTokens]], *, rows: int, compiled: int) -> None:
+        """Take the tokens of the window that was read: count hits of drafts and seconds, and draft again.
+
+        Args:
+          rows: Number of rows of the next call.
+          compiled: Number of programs compiled so far.
+        """
+        if not self.widths:
+            return
+        self._measure([len(window.tokens) for _, window in read], compiled=compiled)
+        most = max((width for width in self.widths if rows * width <= self._most_tokens), default=1) - 1
+        for sequence, window in read:
+            slot, tokens = window.slot, window.tokens
+            if slot not in self._drafts:
+                self._start(sequence, slot)
+            self._count(self._drafts[slot], tokens)
+            self._index.extend(slot, tokens)
+            left = sequence.limit - sequence.request.sampled - len(sequence.tokens) - 1
+            self._drafts[slot] = self._index.draft(slot, min(most, left)) if window.active and most else NO_DRAFT
+        self._call = None
+        gain = max(1.0, self._best(rows, len(read))[1])
+        self._mean_gain += (_NEWEST_SHARE if most else 1.0) * (gain - self._mean_gain)
+
+    def end(self, slot: int) -> None:
+        """Take the end of a slot's response."""
+        self._drafts.pop(slot, None)
+        self._index.end(slot)
+
+    def _start(self, sequence: SequenceState, slot: int) -> None:
+        """Start a response; tokens that were sampled earlier are not a part of its prompt."""
+        prompt, sampled = sequence.request.prompt_tokens, sequence.request.sampled
+        self._index.start(slot, prompt[: len(prompt) - sampled])
+        self._index.extend(slot, prompt[len(prompt) - sampled :])
+        self._drafts[slot] = NO_DRAFT
+
+    def _best(self, rows: int, active: int) -> tuple[int, float]:
+        """Return the width of a verification with the highest expected tokens per second, relative to single tokens.
+
+        Until the seconds of a verification are known they are taken to be those of a call of one token.
+        """
+        single = self._seconds.get((rows, 1))
+        widths = [width for width in self.widths if rows * width <= self._most_tokens]
+        if single is None or not widths or not any(draft.tokens for draft in self._drafts.values()):
+            return 1, 1.0
+
+        def gain(width: int) -> float:
+            tokens = active + sum(self._expected(draft, width - 1) for draft in self._drafts.values())
+            return tokens / active * single / self._seconds.get((rows, width), single)
+
+        return max(((width, gain(width)) for width in widths), key=lambda pair: pair[1])
+
+    def _expected(self, draft: Draft, most: int) -> float:
+        """Return the expected number of accepted tokens of a draft."""
+        rate = self._hits[draft.matched] / self._trials[draft.matched]
+        return float(sum(rate**place for place in range(1, min(most, len(draft.tokens)) + 1)))
+
+    def _count(self, draft: Draft, tokens: Sequence[int]) -> None:
+        """Count the drafted tokens that were sampled, up to the first that differs."""
+        pairs = list(zip(draft.tokens, tokens, strict=False))
+        hits = next((place for place, (drafted, token) in enumerate(pairs) if drafted != token), len(pairs))
+        trials = min(hits + 1, len(pairs))
+        self._hits[draft.matched] += hits
+        self._trials[draft.matched] += trials
+        if self._trials[draft.matched] > _MOST_TRIALS:
+            self._hits[draft.matched] /= 2
+            self._trials[draft.matched] /= 2
+        if self._call is not None and self._call.width > 1:
+            self.counts.drafted += trials
+            self.counts.accepted += hits
+
+    def _measure(self, sampled: Sequence[int], *, compiled: int) -> None:
+        """Count the call that was read, and take its seconds unless a program was compiled meanwhile."""
+        if self._call is None:
+            return
+        rows, width, start_s, before = self._call
+        if width > 1:
+            self.counts.calls += 1
+            self.counts.rows += len(sampled)
+            self.counts.tokens += sum(sampled)
+        passes = 1 if width > 1 else max(sampled, default=0)
+        if start_s is not None and passes and before == compiled:
+            seconds = (self._clock() - start_s) / passes
+            old = self._seconds.setdefault((rows, width), seconds)
+            self._seconds[rows, width] = old + _COST_SHARE * (seconds - old)
