@@ -60,12 +60,11 @@ def prepare(
     scores, costs = reward_and_cost(work, scores)
     sequences = scorable(rollout.sequences, scores)
     mask_BT = sequences.mask_BT
-    kl_share = 0.5 if settings.halve_kl else 1.0
     # Payments of an environment for a turn are reward, not cost.
     paid = (rollout, scores), (replace(rollout, episodes=None), replace(costs, score_B=-costs.score_B))
     reward_BT, minus_cost_BT = (
         np.clip(
-            rewards_per_token(work, sampled, scored, mask_BT, old_logp_BT, ref_logp_BT, kl_share=kl_share),
+            rewards_per_token(work, sampled, scored, mask_BT, old_logp_BT, ref_logp_BT),
             -settings.clip_rewards,
             settings.clip_rewards,
         )

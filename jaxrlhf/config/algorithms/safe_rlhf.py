@@ -71,13 +71,13 @@ class Ptx(Settings):
 class SafeRLHF(PPO):
     """PPO-Lagrangian: highest reward at a mean cost below a limit (Dai et al. 2023, arXiv:2310.12773).
 
-    A second critic estimates costs. A KL in the reward is subtracted from rewards and added to costs.
+    A second critic estimates costs. A KL in the reward is subtracted from rewards and added to costs. The paper charges
+    half of the KL to each; halve the coefficient for this.
 
     Attributes:
       cost_critic: Training of the cost critic.
       cost_critic_model: Checkpoint that the cost critic's trunk starts from; None copies the actor's.
       clip_rewards: Bound on the absolute value of a token's reward and cost, KL included.
-      halve_kl: True charges rewards and costs half of the KL each, as in the paper; this equals half the coefficient.
       ptx: Worked solutions that preserve the policy's other abilities; None uses none.
     """
 
@@ -88,15 +88,7 @@ class SafeRLHF(PPO):
     cost_critic: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-5)))
     cost_critic_model: Pretrained | None = None
     clip_rewards: Positive[float] = 50.0
-    halve_kl: bool = False
     ptx: Ptx | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            not self.halve_kl or isinstance(self.kl, KLInReward),
-            f"SafeRLHF.halve_kl halves a KL in the reward, but kl is {self.kl}; set halve_kl=False, or kl=KLInReward()",
-        )
 
     def roles(self, training: Training) -> tuple[RoleSpec, ...]:
         actor, values, *others = super().roles(training)

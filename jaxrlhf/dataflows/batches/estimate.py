@@ -34,8 +34,6 @@ def rewards_per_token(
     mask_BT: Array,
     old_logp_BT: Array | None,
     ref_logp_BT: Array | None,
-    *,
-    kl_share: float = 1.0,
 ) -> Array:
     """Compute `reward_BT`: the score at each response's last token, minus the KL penalty if the KL is in the reward.
 
@@ -43,14 +41,13 @@ def rewards_per_token(
 
     Args:
       mask_BT: bool, tokens of scorable responses.
-      kl_share: Factor of the KL coefficient.
     """
     kl, kl_BT, coefficient, score_B = work.settings.kl, None, 0.0, scores.score_B
     if isinstance(kl, KLInReward):
         assert ref_logp_BT is not None, "a KL requires the reference"
         logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
         kl_BT = kl_estimate(logp_BT, ref_logp_BT, estimator=kl.estimator)
-        coefficient = work.state["kl_coefficient"] * kl_share
+        coefficient = work.state["kl_coefficient"]
     if rollout.episodes is None:
         return token_rewards(score_B, kl_BT, mask_BT, kl_coefficient=coefficient)
     paid_BT = np.where(mask_BT, rollout.episodes.reward_BT, 0)
