@@ -1,10 +1,16 @@
 """Settings of a Ray cluster."""
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from jaxrlhf.config.refusal import require
-from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings
+from jaxrlhf.config.settings import Bound, Finite, NotNegative, Positive, Settings
+
+_ADDRESS = Bound(
+    lambda address: re.fullmatch(r"auto|[^/]+:\d+", address) is not None,
+    "'auto' or host:port, such as 10.0.0.1:6379 (Ray Client, ray://, is not supported)",
+    str,
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class RayCluster(Settings):
         `host` sends through host memory, for backends without a transfer server.
     """
 
-    address: str | None = None
+    address: Annotated[str, _ADDRESS] | None = None
     devices_per_host: Positive[int] = 1
     platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     cpus_per_host: Finite[Positive[float]] = 1.0
@@ -37,12 +43,3 @@ class RayCluster(Settings):
     call_timeout_s: Finite[Positive[float]] = 1800.0
     restarts: NotNegative[int] = 0
     weights: Literal["direct", "host"] = "direct"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        host, _, port = str(self.address).rpartition(":")
-        require(
-            self.address in (None, "auto") or (bool(host) and "/" not in host and port.isdigit()),
-            f"RayCluster.address must be 'auto' or host:port, such as 10.0.0.1:6379, got {self.address!r}; Ray Client "
-            "(ray://) is not supported; start the run on a machine of the cluster",
-        )

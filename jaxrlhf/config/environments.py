@@ -2,11 +2,10 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from jaxrlhf.config.named_functions import check_reference
 from jaxrlhf.config.refusal import require
-from jaxrlhf.config.settings import Finite, Positive, Settings
+from jaxrlhf.config.settings import REFERENCE, Finite, NotEmpty, Positive, Reference, Settings, each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +76,7 @@ class Tools(Turns):
         schema is made from the type hints and the Google-style docstring.
     """
 
-    functions: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(len(self.functions) > 0, "Tools.functions is empty; give at least one function")
-        for function in self.functions:
-            check_reference(function, "Tools.functions")
+    functions: Annotated[tuple[str, ...], each(REFERENCE)] = ()
 
 
 @dataclass(frozen=True)
@@ -99,12 +92,8 @@ class Environment(Turns):
         process wait for each other, and a call that hangs or crashes ends all episodes of its process.
     """
 
-    factory: str = ""
+    factory: Reference = ""
     episodes_per_process: Positive[int] = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_reference(self.factory, "Environment.factory")
 
 
 @dataclass(frozen=True)
@@ -120,12 +109,8 @@ class Agent(Episodes):
         `session.api_key`.
     """
 
-    program: str = ""
+    program: Reference = ""
     episode_s: Positive[float] | None = field(default=3600.0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_reference(self.program, "Agent.program")
 
 
 @dataclass(frozen=True)
@@ -137,11 +122,10 @@ class EnvironmentByRecord(Settings):
     """
 
     field: str
-    choices: tuple[Tools | Environment | Agent, ...]
+    choices: NotEmpty[tuple[Tools | Environment | Agent, ...]]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(len(self.choices) > 0, "EnvironmentByRecord.choices is empty; give at least one environment")
         names = Counter(choice.name for choice in self.choices)
         require(
             "" not in names and max(names.values()) == 1,

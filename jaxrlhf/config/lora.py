@@ -2,10 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from jaxrlhf.config.refusal import require
-from jaxrlhf.config.settings import Finite, Positive, Settings
+from jaxrlhf.config.settings import Bound, Finite, Positive, Settings, each
 
 Quantization = Literal["int8", "nf4"]
 AdaptedPart = Literal["decoder", "tower", "both"]
@@ -39,19 +38,11 @@ class Lora(Settings):
 
     rank: Positive[int] = 16
     alpha: Finite[Positive[float]] = 32.0
-    targets: tuple[str, ...] = MATRICES
+    targets: Annotated[tuple[str, ...], each(Bound(MATRICES.__contains__, f"one of {', '.join(MATRICES)}"))] = MATRICES
     part: AdaptedPart = "decoder"
     rslora: bool = False
     quantize: Quantization | None = None
     start: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        unknown = [name for name in self.targets if name not in self.MATRICES]
-        require(
-            bool(self.targets) and not unknown,
-            f"Lora.targets must be some of {', '.join(self.MATRICES)}, got {self.targets!r}",
-        )
 
     @property
     def scale(self) -> float:

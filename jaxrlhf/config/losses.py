@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from jaxrlhf.config.refusal import require
-from jaxrlhf.config.settings import Bound, Finite, NotNegative, Positive, Settings, Share
+from jaxrlhf.config.settings import Bound, Finite, OneOrMore, Positive, Settings, Share
 
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
@@ -135,6 +135,8 @@ class GSPOLoss(RatioLoss):
 class CISPOLoss(RatioLoss):
     """Log-likelihood weighted by a clipped importance ratio, so that no token loses its gradient (CISPO).
 
+    A ratio starts at 1, so the bounds are at most 1 and at least 1.
+
     Attributes:
       ratio_low: Smallest importance weight; 0 is no bound.
       ratio_high: Largest importance weight.
@@ -142,16 +144,8 @@ class CISPOLoss(RatioLoss):
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:cispo_loss"
 
-    ratio_low: NotNegative[float] = 0.0
-    ratio_high: float = 5.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.ratio_low <= 1 <= self.ratio_high,
-            "CISPOLoss bounds a ratio that starts at 1: ratio_low <= 1 <= ratio_high is required, got "
-            f"{self.ratio_low} and {self.ratio_high}",
-        )
+    ratio_low: Share[float] = 0.0
+    ratio_high: OneOrMore[float] = 5.0
 
 
 @dataclass(frozen=True)
@@ -207,7 +201,7 @@ class DPPOLoss(RatioLoss):
     divergence: Literal["tv", "kl"] = "tv"
     limit_low: Positive[float] = 0.2
     limit_high: Positive[float] = 0.2
-    ratio_high: Annotated[float, Bound(lambda value: value >= 1, "1 or more")] = 20.0
+    ratio_high: OneOrMore[float] = 20.0
 
 
 @dataclass(frozen=True)
@@ -241,15 +235,8 @@ class TruncatedImportance(Settings):
 class IcePop(Settings):
     """IcePop weights: pi_old / pi_sampler of a token if it is in [low, high]; other tokens are not trained on."""
 
-    low: NotNegative[float] = 0.5
-    high: float = 5.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.low <= 1 <= self.high,
-            f"IcePop keeps ratios around 1: low <= 1 <= high is required, got {self.low} and {self.high}",
-        )
+    low: Share[float] = 0.5
+    high: OneOrMore[float] = 5.0
 
 
 @dataclass(frozen=True)
@@ -272,11 +259,4 @@ class Rejection(Settings):
     estimator: Literal["k1", "k2", "k3"] = "k3"
     level: Literal["token", "sequence-mean", "sequence-sum", "sequence-max"] = "sequence-mean"
     high: Positive[float] = 0.01
-    low: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.low is None or self.low <= 0,
-            f"Rejection.low must be None or at most 0, because equal policies have estimate 0, got {self.low}",
-        )
+    low: Annotated[float, Bound(lambda value: value <= 0, "0 or less (equal policies have 0)")] | None = None

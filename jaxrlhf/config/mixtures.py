@@ -1,15 +1,15 @@
 """Selection of training records, mixtures of data sets, and evaluation settings."""
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.rewards import ModelReward, RewardPart
-from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings
+from jaxrlhf.config.settings import Bound, Finite, NotEmpty, NotNegative, Positive, Settings
 from jaxrlhf.config.sources import DataSet
 from jaxrlhf.config.training import Sampling
+
+_ASCENDING = Bound(lambda band: sorted(band) == [*band], "the lowest and the highest mean score", tuple)
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,11 @@ class Selection(Settings):
     unique: bool = False
     samples: str | None = None
     online: bool = False
-    band: tuple[float, ...] = (0.05, 0.95)
+    band: Annotated[tuple[float, float], _ASCENDING] = (0.05, 0.95)
     order: Literal["shuffled", "given", "by_length", "by_difficulty"] = "shuffled"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            len(self.band) == 2 and self.band[0] <= self.band[1],
-            f"Selection.band must be the lowest and the highest mean score, got {self.band}",
-        )
         require(
             self.online or self.samples is not None or self.band == Selection.band,
             f"Selection.band={self.band} filters by mean scores, but samples and online are not set; set one of them",
@@ -63,19 +59,15 @@ class NamedData(Settings):
 
     name: str
     data: DataSet
-    rewards: tuple[RewardPart, ...] | None = None
+    rewards: NotEmpty[tuple[RewardPart, ...]] | None = None
     system_prompt: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        owner = type(self).__name__
-        require(
-            self.rewards is None or len(self.rewards) > 0,
-            f"{owner}.rewards is empty; give at least one, or None for the rewards of the run",
-        )
         require(
             not any(isinstance(part, ModelReward) for part in self.rewards or ()),
-            f"{owner}.rewards has a ModelReward, which must score all responses of the run; move it to Config.rewards",
+            f"{type(self).__name__}.rewards has a ModelReward, which must score all responses of the run; move it to "
+            "Config.rewards",
         )
 
 
@@ -97,11 +89,7 @@ class Source(NamedData):
 class Mixture(Settings):
     """Mixture of data sets; every step samples from each data set in proportion to its weight."""
 
-    sources: tuple[Source, ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_names([source.name for source in self.sources], "Mixture.sources")
+    sources: NotEmpty[tuple[Source, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,14 +132,3 @@ class Evaluation(Settings):
 
 
 Data = DataSet | Mixture
-
-
-def check_names(names: Sequence[str], what: str) -> None:
-    """Raise `Refusal` if names are missing, repeated, or contain characters that metric names cannot have."""
-    require(len(names) > 0, f"{what} is empty; give at least one")
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    wrong = [name for name in names if not name or set(name) & set("/@ ")]
-    require(
-        not twice and not wrong,
-        f"{what} require different names without '/', '@' and spaces, got {list(names)}",
-    )

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxrlhf.config.refusal import Refusal, require
+from jaxrlhf.config.refusal import Refusal
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -58,11 +58,6 @@ def imported(given: object, what: str) -> Any:
     if not isinstance(given, str):
         raise Refusal(f"{what}={given!r} is not a function; give a function, or its name as 'module:function'")
     return load(given, what)
-
-
-def check_reference(reference: str, what: str) -> None:
-    """Raise `Refusal` unless the reference has the form `module:name` or `path/to/file.py:name`."""
-    require(":" in reference, f"{what} must be 'module:name' or 'file.py:name', got {reference!r}")
 
 
 def load(reference: str, what: str) -> Any:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from jaxrlhf.config.refusal import require
-from jaxrlhf.config.settings import Positive, Settings
+from jaxrlhf.config.settings import Bound, NotEmpty, Positive, Settings
 
 ROLLOUT = "rollout"
 """Role that generates with a copy of the actor's weights; can be placed for every algorithm with an actor."""
@@ -23,16 +23,9 @@ class Pool(Settings):
       roles: Names of roles, such as `("actor", "reference")`.
     """
 
-    name: str
+    name: Annotated[str, Bound(lambda name: name.strip() and "/" not in name, "a name without '/'", str)]
     devices: Positive[int]
-    roles: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            bool(self.name.strip()) and "/" not in self.name, f"Pool.name must be a name without '/', got {self.name!r}"
-        )
-        require(bool(self.roles), f"pool {self.name!r} has no roles; remove the pool, or add roles")
+    roles: NotEmpty[tuple[str, ...]]
 
 
 def offloaded(offload: Sequence[str], role: str, part: str) -> bool:

@@ -15,12 +15,17 @@ from jaxrlhf.config.refusal import checking, require
 from jaxrlhf.config.rewards import RewardPart, Rewards
 from jaxrlhf.config.roles import REWARD, ROLLOUT_COPY, RoleSpec
 from jaxrlhf.config.saved import CHECKPOINT_STEPS, Checkpointing, Stall, TokenRecords
-from jaxrlhf.config.settings import Bound, NotNegative, Positive, Settings
+from jaxrlhf.config.settings import Bound, NotEmpty, NotNegative, Positive, Settings
 from jaxrlhf.config.sources import Model
 from jaxrlhf.config.training import Layout, Rollout, Training
 
 COLD_START = "cold_start"
 """Folder of the cold start, within the folder of the run."""
+_FOLDER_NAME = Bound(
+    lambda name: name.strip() not in ("", ".", "..") and not {*name} & {*"/\\"},
+    "a folder name without separators (workdir says where the run is stored)",
+    str,
+)
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
@@ -53,7 +58,7 @@ class Config(Settings):
       profile_steps: Numbers of the steps in which every process profiles its devices, into `workdir/profile/step_N`.
     """
 
-    name: str
+    name: Annotated[str, _FOLDER_NAME]
     algorithm: Algorithm
     steps: Positive[int]
     model: Model
@@ -79,7 +84,7 @@ class Config(Settings):
     cluster: RayCluster | None = None
     offload: tuple[str, ...] = ()
     seed: Annotated[NotNegative[int], Bound(lambda value: value < 2**32, "below 2**32")] = 0
-    workdir: str | None = None
+    workdir: NotEmpty[str] | None = None
     resume: bool = True
     stall: Stall = field(default_factory=Stall)
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
@@ -90,12 +95,6 @@ class Config(Settings):
             return
         check_types(self, "Config")
         super().__post_init__()
-        require(
-            self.name.strip() not in ("", ".", "..") and not set(self.name) & set("/\\"),
-            f"Config.name must be a folder name without separators, got {self.name!r}; to choose where the run is "
-            "stored, set workdir",
-        )
-        require(self.workdir != "", "Config.workdir is empty; give a folder, or None for runs/<name>")
         wrong = [number for number in self.profile_steps if not 1 <= number <= self.steps]
         require(not wrong, f"profile_steps has {wrong}, but the run has steps 1 to {self.steps}; remove {wrong}")
 

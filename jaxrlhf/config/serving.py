@@ -1,10 +1,16 @@
 """Settings of the completion server, of agent sessions, and of external rollout servers."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from jaxrlhf.config.refusal import require
-from jaxrlhf.config.settings import Finite, Positive, Settings
+from jaxrlhf.config.settings import Bound, Finite, Positive, Settings, each
+
+_ADDRESS = Bound(
+    lambda url: url.startswith(("http://", "https://")) and not url.endswith(("/", "/v1")),
+    "an address without a path, such as 'http://localhost:8000'",
+    str,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +69,7 @@ class RolloutServer(Settings):
       api_key_env: Environment variable with the API key; the key itself is never written anywhere.
     """
 
-    urls: tuple[str, ...]
+    urls: Annotated[tuple[str, ...], each(_ADDRESS)]
     api: Literal["vllm", "sglang"] = "vllm"
     folder: str | None = None
     concurrency: Positive[int] = 256
@@ -73,10 +79,4 @@ class RolloutServer(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(len(self.urls) > 0, "RolloutServer.urls is empty; give at least one address")
         require(len(set(self.urls)) == len(self.urls), f"RolloutServer.urls has an address twice: {self.urls}")
-        for url in self.urls:
-            require(
-                url.startswith(("http://", "https://")) and not url.endswith(("/", "/v1")),
-                f"RolloutServer.urls must be addresses without a path, such as 'http://localhost:8000', got {url!r}",
-            )

@@ -1,27 +1,38 @@
-"""Base class of settings, and bounds of numeric fields."""
+"""Base class of settings, and bounds of their fields."""
 
 import ast
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from types import UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxrlhf.config.refusal import Refusal, require
 
 Number = TypeVar("Number")
+Sized = TypeVar("Sized")
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Condition that a number has to satisfy.
+    """Condition that a number, a text or a tuple has to satisfy.
 
     Attributes:
       words: Text of the condition in messages, such as "above 0"; follows "must be".
+      kind: Types that have the condition. `check_types` refuses other texts and tuples; other numbers, of NumPy or JAX,
+        are refused here.
     """
 
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], bool]
     words: str
+    kind: type | UnionType = int | float
+
+    def refusal(self, value: object) -> str:
+        """Return what a value must be, or an empty text if the value is accepted."""
+        if isinstance(value, self.kind):
+            return "" if self.holds(value) else self.words
+        return f"a plain number {self.words}" if self.kind == int | float else ""
 
 
 def within(low: float, high: float) -> Bound:
@@ -29,14 +40,27 @@ def within(low: float, high: float) -> Bound:
     return Bound(lambda value: low <= value <= high, f"in [{low}, {high}]")
 
 
+def each(bound: Bound) -> Bound:
+    """Return the bound of a tuple that has entries, and whose entries are all within `bound`."""
+    words = f"one or more, each {bound.words}"
+    return Bound(lambda entries: bool(entries) and all(map(bound.holds, entries)), words, tuple)
+
+
+FINITE = Bound(math.isfinite, "finite")
+NOT_EMPTY = Bound(bool, "non-empty", str | tuple)
+REFERENCE = Bound(lambda text: ":" in text, "'module:name' or 'file.py:name'", str)
 Positive = Annotated[Number, Bound(lambda value: value > 0, "above 0")]
 NotNegative = Annotated[Number, Bound(lambda value: value >= 0, "0 or more")]
-Finite = Annotated[Number, Bound(math.isfinite, "finite")]
+Finite = Annotated[Number, FINITE]
 Share = Annotated[Number, within(0.0, 1.0)]
+BelowOne = Annotated[Number, Bound(lambda value: 0 <= value < 1, "in [0, 1)")]
+OneOrMore = Annotated[Number, Bound(lambda value: value >= 1, "1 or more")]
+NotEmpty = Annotated[Sized, NOT_EMPTY]
+Reference = Annotated[str, REFERENCE]
 
 
 class Settings:
-    """Base class of settings: a frozen dataclass that raises `Refusal` for numbers outside the bounds of its fields.
+    """Base class of settings: a frozen dataclass that raises `Refusal` for values outside the bounds of its fields.
 
     Attributes:
       removed: Settings that an earlier release had, each with advice on what to use instead.
@@ -48,10 +72,9 @@ class Settings:
         owner: Any = type(self)
         for name, bounds, optional in _bounds(owner):
             value = getattr(self, name)
-            plain = isinstance(value, int | float)  # NumPy and JAX numbers are not plain numbers
             for bound in () if optional and value is None else bounds:
-                words = f"{'' if plain else 'a plain number '}{bound.words}{' or None' * optional}"
-                require(plain and bound.holds(value), f"{owner.__name__}.{name} must be {words}, got {value!r}")
+                words = bound.refusal(value)
+                require(not words, f"{owner.__name__}.{name} must be {words}{' or None' * optional}, got {value!r}")
 
 
 def literals(arguments: Sequence[str], what: str) -> dict[str, Any]:

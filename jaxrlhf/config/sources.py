@@ -4,9 +4,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from jaxrlhf.config.named_functions import check_reference
 from jaxrlhf.config.refusal import require
-from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Share, literals, within
+from jaxrlhf.config.settings import (
+    Bound,
+    Finite,
+    NotEmpty,
+    NotNegative,
+    Positive,
+    Reference,
+    Settings,
+    Share,
+    literals,
+    within,
+)
 
 
 @dataclass(frozen=True)
@@ -90,12 +100,8 @@ class Nnx(Settings):
       max_positions: Longest sequence that the module can process; None is unlimited.
     """
 
-    build: Callable[[Any], Any]
+    build: Annotated[Callable[[Any], Any], Bound(callable, "a function of nnx.Rngs", object)]
     max_positions: Positive[int] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(callable(self.build), f"Nnx.build must be a function of nnx.Rngs, got {self.build!r}")
 
 
 Model = FromScratch | Pretrained | Nnx
@@ -237,7 +243,7 @@ class Generated(Settings):
       train_problems, eval_problems: Number of records of each split.
     """
 
-    function: str
+    function: Reference
     arguments: tuple[str, ...] = ()
     train_problems: Positive[int] = 10_000
     eval_problems: Positive[int] = 256
@@ -245,7 +251,6 @@ class Generated(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_reference(self.function, "Generated.function")
         _ = self.keywords  # refuses arguments that are not literals
 
     @property
@@ -297,17 +302,12 @@ class PairFields(Settings):
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     margin_key: str | None = None
-    safe_keys: tuple[str, ...] | None = None
+    safe_keys: tuple[str, str] | None = None
     malformed_fraction: Share[float] = 0.01
     control_tokens: Literal["parse", "text"] = "parse"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.safe_keys is None or len(self.safe_keys) == 2,
-            f"{type(self).__name__}.safe_keys must be two fields, for the chosen and the rejected answer, got "
-            f"{self.safe_keys}",
-        )
         evaluation = getattr(self, "evaluation", None)
         require(
             evaluation is None or not self.evaluation_fraction,
@@ -353,16 +353,8 @@ class StepFields(Settings):
     prompt_key: str = "prompt"
     steps_key: str = "completions"
     labels_key: str = "labels"
-    separator: str = "\n"
+    separator: NotEmpty[str] = "\n"
     control_tokens: Literal["parse", "text"] = "parse"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            bool(self.separator),
-            f"{type(self).__name__}.separator is empty, but separators mark the ends of steps; give a separator, such "
-            "as a line break",
-        )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from jaxrlhf.config.lora import Lora
 from jaxrlhf.config.refusal import Refusal, require
 from jaxrlhf.config.serving import RolloutServer
-from jaxrlhf.config.settings import Bound, Finite, NotNegative, Positive, Settings, Share, literals, within
+from jaxrlhf.config.settings import (
+    BelowOne,
+    Bound,
+    Finite,
+    NotNegative,
+    Positive,
+    Settings,
+    Share,
+    literals,
+    within,
+)
 
 
 @dataclass(frozen=True)
@@ -95,29 +105,18 @@ class Layout(Settings):
 
     @property
     def micro_context(self) -> int:
-        """Number of generation replicas that the devices of `context` form."""
-        self._require_refinement("micro_context")
+        """Number of generation replicas that the devices of `context` form, if training refines generation."""
         return self.context // self.generation_context
 
     @property
     def micro_stage(self) -> int:
-        """p / p_g. One training replica forms `micro_stage * micro_tensor` generation replicas."""
-        self._require_refinement("micro_stage")
+        """p / p_g. One training replica that refines generation forms `micro_stage * micro_tensor` replicas of it."""
         return self.stage // self.generation_stage
 
     @property
     def micro_tensor(self) -> int:
         """t / t_g; see `micro_stage`."""
-        self._require_refinement("micro_tensor")
         return self.tensor // self.generation_tensor
-
-    def _require_refinement(self, name: str) -> None:
-        require(
-            self.refines,
-            f"Layout.{name} requires sizes divisible by those of generation, got context={self.context}, "
-            f"stage={self.stage}, tensor={self.tensor}, generation_context={self.generation_context}, "
-            f"generation_stage={self.generation_stage}, generation_tensor={self.generation_tensor}",
-        )
 
 
 @dataclass(frozen=True)
@@ -177,8 +176,8 @@ class Optimizer(Settings):
     learning_rate: Finite[Positive[float]] = 1e-6
     warmup_updates: NotNegative[int] = 0
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    beta1: Share[float] = 0.9
-    beta2: Share[float] = 0.999
+    beta1: BelowOne[float] = 0.9
+    beta2: BelowOne[float] = 0.999
     eps: Finite[Positive[float]] = 1e-8
     weight_decay: Finite[NotNegative[float]] = 0.01
     state_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -189,8 +188,6 @@ class Optimizer(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("beta1", "beta2"):
-            require(getattr(self, name) < 1, f"Optimizer.{name} must be below 1, got 1: the moment would never change")
         require(
             self.factory is not None or not self.arguments,
             f"Optimizer.arguments={self.arguments} require a factory, but factory is None; set one, such as "
@@ -287,26 +284,21 @@ class Sampling(Settings):
       ignore_eos: True lets no token end a response, so that each reaches its token limit; for measuring speed.
     """
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Bound(lambda value: value > 0, "above 0 (greedy=True is argmax decoding)")] = 1.0
     top_p: Annotated[float, Bound(lambda value: 0 < value <= 1, "in (0, 1]")] = 1.0
     top_k: NotNegative[int] = 0
-    min_p: Annotated[float, Bound(lambda value: 0 <= value < 1, "in [0, 1)")] = 0.0
+    min_p: BelowOne[float] = 0.0
     min_tokens: NotNegative[int] = 0
     greedy: bool = False
-    stop_tokens: tuple[str, ...] = ()
+    stop_tokens: Annotated[tuple[str, ...], Bound(all, "texts that are not empty", tuple)] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.temperature > 0,
-            f"Sampling.temperature must be above 0, got {self.temperature}; for argmax decoding set greedy=True",
-        )
-        require(
             not (self.ignore_eos and self.stop_tokens),
             f"Sampling.ignore_eos=True cannot be combined with stop_tokens={self.stop_tokens}; set only one",
         )
-        require(all(self.stop_tokens), f"Sampling.stop_tokens={self.stop_tokens} has an empty text; remove this text")
 
     @property
     def most_kept(self) -> int:

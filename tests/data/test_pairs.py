@@ -111,13 +111,6 @@ def test_too_many_malformed_pairs_are_refused(refused, load, tmp_path, records, 
         load(PairFile(write(tmp_path / "pairs.jsonl", records), malformed_fraction=allowed))
 
 
-def test_a_truncated_gzip_file_is_refused(refused, load, tmp_path):
-    path = tmp_path / "pairs.jsonl.gz"
-    path.write_bytes(gzip.compress(json.dumps(HH).encode() * 100)[:-20])
-    with refused():
-        load(PairFile(str(path)))
-
-
 def test_pairs_are_held_out_by_file_or_by_prompt(load, tmp_path):
     records = [{**ASKED, "prompt": f"{n // 2}?", "gap": n} for n in range(400)]
     path, other = write(tmp_path / "pairs.jsonl", records), write(tmp_path / "other.jsonl", [HH])

@@ -235,7 +235,7 @@ def test_damaged_and_missing_files_are_named(every_matrix, tmp_path):
 
 
 def test_targets_that_are_no_matrices_are_refused():
-    with pytest.raises(ValueError, match=r"Lora\.targets must be some of query, key"):
+    with pytest.raises(ValueError, match=r"Lora\.targets must be one or more, each one of query, key"):
         Lora(targets=("query", "embed"))
     with pytest.raises(ValueError, match=r"Lora\.targets"):
         Lora(targets=())

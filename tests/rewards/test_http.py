@@ -347,8 +347,8 @@ def with_own(part):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: config.RemoteReward("localhost:8000"), "must start with http"),
-        (lambda: config.JudgeReward("http://h/v1/", "m"), "ends with a slash"),
+        (lambda: config.RemoteReward("localhost:8000"), "address that starts with http"),
+        (lambda: config.JudgeReward("http://h/v1/", "m"), "does not end with a slash"),
         (lambda: config.JudgeReward("http://h/v1", "m", template="{prompt}"), "has no {response}"),
         (lambda: config.JudgeReward("http://h/v1", "m", template="{response} {score}"), "KeyError"),
         (lambda: config.JudgeReward("http://h/v1", "m", template="{response} {"), "ValueError"),

@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm
-from jaxrlhf.config.refusal import require
 from jaxrlhf.config.roles import RoleSpec, actor, critic, reference
-from jaxrlhf.config.settings import NotNegative, Positive, within
+from jaxrlhf.config.settings import Bound, NotNegative, Positive, within
 from jaxrlhf.config.training import Optimizer, Rollout, Training
 
 
@@ -93,17 +92,10 @@ class KTO(Preference):
 
     further_passes: ClassVar[tuple[str, ...]] = ("actor", "reference")
 
+    pairs_per_update: Annotated[int, Bound(lambda value: value > 1, "2 or more (it needs prompts of other pairs)")] = 32
     beta: Positive[float] = 0.1
     desirable_weight: NotNegative[float] = 1.0
     undesirable_weight: NotNegative[float] = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.pairs_per_update > 1,
-            "KTO estimates the distance to the reference by answers after prompts of other pairs, but "
-            "pairs_per_update=1; set pairs_per_update to 2 or more",
-        )
 
     def roles(self, training: Training) -> tuple[RoleSpec, ...]:
         return (actor(training), reference())

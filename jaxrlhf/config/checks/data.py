@@ -1,11 +1,8 @@
 """Checks of data sets, rewards, environments and evaluations against each other and the algorithm."""
 
-import math
-
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
 from jaxrlhf.config.algorithms.supervised import SFT
 from jaxrlhf.config.environments import Agent, EnvironmentByRecord, Tools, choices
-from jaxrlhf.config.mixtures import check_names
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.rewards import ArithmeticReward, Gsm8kReward, MathReward
 from jaxrlhf.config.roles import REWARD
@@ -16,8 +13,10 @@ from jaxrlhf.config.sources import PromptFields
 def check_sources(config: Config) -> None:
     """Raise `Refusal` for a name of two data sets, and for sources with an environment that does not exist."""
     names = [one.name for one in (*config.sources, *config.evaluation.sets)]
-    if names:
-        check_names(names, "Mixture.sources and Evaluation.sets")
+    require(
+        len({*names}) == len(names) and not any(not name or {*name} & {*"/@ "} for name in names),
+        f"Mixture.sources and Evaluation.sets require different names without '/', '@' and spaces, got {names}",
+    )
     for parts in config.source_rewards.values():
         config.rewards.check_limits(parts)
     there = [] if config.environment is None else [one.name for one in choices(config.environment)]
@@ -95,11 +94,9 @@ def check_environment(config: Config) -> None:
 
 
 def check_weights(config: Config) -> None:
-    """Raise `Refusal` for weights of rewards that are not finite, or all 0."""
+    """Raise `Refusal` for rewards whose weights are all 0."""
     own = {f"data.sources.{number}.rewards": one.rewards or () for number, one in enumerate(config.sources)}
     for name, parts in {"rewards.parts": config.rewards.parts, **own}.items():
-        for index, part in enumerate(parts):
-            require(math.isfinite(part.weight), f"{name}.{index}.weight must be finite, got {part.weight}")
         require(
             not parts or any(part.weight for part in parts) or _environment_rewards(config),
             f"every weight of {name} is 0, so every score is 0; set at least one weight other than 0",
