@@ -1,8 +1,7 @@
 """Readers of JSON-lines, JSON, CSV, parquet and Arrow files; errors name the file, the line and the key.
 
-The package `datasets` does not read JSON here, because a column of `datasets` has one type: every record would get the
-keys of all records, for example the arguments of all tools. CSV cells stay texts, so that the answers `007` and `1.10`
-do not change.
+The package `datasets` (5.2) does not read JSON and CSV here: its errors name no line, a record gets the keys of all
+records, texts of times become times, and the answer `007` of a CSV file becomes 7.0.
 """
 
 import codecs

@@ -29,7 +29,7 @@ LEAST_BYTES = 16 * 2**20
 _COMPRESSION = 8
 """Approximate bytes of text in one byte of a compressed file."""
 
-_VERSION = 9
+_VERSION = 10
 
 
 def cache_folder_of(

@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
+import pyarrow
 
 from jaxrlhf.batch import Image, Pair, Problem
 from jaxrlhf.data.labelled.steps import LabelledSteps
 from jaxrlhf.data.records import Stored, restored
 from jaxrlhf.data.table import column_values
-from jaxrlhf.data.table.columns import Bytes, TokenLists
+from jaxrlhf.data.table.columns import BYTES, TOKENS, TokenColumn, Writer, mapped
 
-_COLUMNS = ("prompt_tokens", "solutions", "rejected", "fields")
+_COLUMNS = {"prompt_tokens": TOKENS, "solutions": TOKENS, "rejected": TOKENS, "fields": BYTES}
 _FIELDS = ("prompt_id", "prompt", "answer", "record", "solution_mask", "messages", "further", "pair", "steps")
 """Fields of a problem without its tokens, pickled together in the column `fields`; the last four are JSON texts."""
-_FACTS = "table.json"
+_FACTS, _ROWS = "table.json", "rows.arrow"
 
 
 class ProblemTable(Sequence[Problem]):
@@ -29,20 +30,17 @@ class ProblemTable(Sequence[Problem]):
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        self._take({name: Bytes(folder and folder / name) for name in _COLUMNS})
+        self._writer = Writer(pyarrow.schema(_COLUMNS), folder and folder / _ROWS)
+        self._read: Any = None
         self._images: dict[int, tuple[Image, ...]] = {}
         self._sources: list[tuple[int, str]] = []
         self._fingerprint: str | None = None
-
-    def _take(self, columns: Mapping[str, Bytes]) -> None:
-        self._columns = columns
-        self.prompt_tokens, self._solutions, self._rejected = (TokenLists(columns[name]) for name in _COLUMNS[:3])
 
     @classmethod
     def mapped(cls, folder: Path) -> "ProblemTable":
         """Map the table that `keep` wrote to a folder."""
         table, facts = cls(), json.loads((folder / _FACTS).read_text())
-        table._take({name: Bytes.mapped(folder / name) for name in _COLUMNS})
+        table._read = mapped(folder / _ROWS)
         table._sources = [(start, name) for start, name in facts["sources"]]
         table._fingerprint = facts["fingerprint"]
         return table
@@ -50,8 +48,6 @@ class ProblemTable(Sequence[Problem]):
     def keep(self) -> None:
         """Complete the files of the folder, so that they can be mapped."""
         assert self._folder is not None and not self._images, "pixels are not stored"
-        for column in self._columns.values():
-            column.seal()
         facts = {"sources": self._sources, "fingerprint": self.fingerprint}
         (self._folder / _FACTS).write_text(json.dumps(facts))
 
@@ -82,14 +78,27 @@ class ProblemTable(Sequence[Problem]):
         """
         if images:
             self._images[len(self)] = images
-        self.prompt_tokens.append(prompt_tokens)
-        self._solutions.append(solution_tokens)
-        if pair is not None:
-            self._rejected.append(pair[0])
         lists = messages, further, pair and pair[1:], steps and [[*part] for part in steps]
         texts = (json.dumps(value) if value else "" for value in lists)
         fields = prompt_id, prompt, answer, record, bytes(solution_mask), *texts
-        self._columns["fields"].append(column_values.dumps(fields))
+        self._writer.append(
+            prompt_tokens=[*prompt_tokens],
+            solutions=[*solution_tokens],
+            rejected=None if pair is None else [*pair[0]],
+            fields=column_values.dumps(fields),
+        )
+
+    @property
+    def _table(self) -> Any:
+        """Table of the columns; the first read ends the writing."""
+        if self._read is None:
+            self._read = self._writer.finished()
+        return self._read
+
+    @property
+    def prompt_tokens(self) -> TokenColumn:
+        """Token ids of each prompt."""
+        return TokenColumn(self._table["prompt_tokens"])
 
     def prompt(self, n: int) -> str:
         """Return the prompt of problem n, rendered by the chat template."""
@@ -102,7 +111,7 @@ class ProblemTable(Sequence[Problem]):
     @property
     def lengths(self) -> np.ndarray:
         """Number of tokens of each problem's worked solution, or of its prompt if no problem has a solution."""
-        solutions = self._solutions.lengths
+        solutions = TokenColumn(self._table["solutions"]).lengths
         return solutions if solutions.any() else self.prompt_tokens.lengths
 
     @property
@@ -119,8 +128,8 @@ class ProblemTable(Sequence[Problem]):
         if self._fingerprint is not None:
             return self._fingerprint
         digest = hashlib.blake2b(digest_size=16)
-        for tokens in (self.prompt_tokens, self._solutions, self._rejected):
-            tokens.feed(digest.update)
+        for name in ("prompt_tokens", "solutions", "rejected"):
+            TokenColumn(self._table[name]).feed(digest.update)
         texts: dict[str, list[str]] = {"pair": [], "steps": [], "further": []}
         for fields in map(self._fields, range(len(self))):
             digest.update(repr(fields["answer"]).encode())
@@ -143,7 +152,7 @@ class ProblemTable(Sequence[Problem]):
         return digest.hexdigest()
 
     def __len__(self) -> int:
-        return len(self._columns["fields"])
+        return self._writer.count if self._read is None else self._read.num_rows
 
     @overload
     def __getitem__(self, index: int) -> Problem: ...
@@ -159,7 +168,7 @@ class ProblemTable(Sequence[Problem]):
         return self._problem(index % len(self))
 
     def _fields(self, n: int) -> dict[str, Any]:
-        return dict(zip(_FIELDS, column_values.loads(self._columns["fields"][n]), strict=True))
+        return dict(zip(_FIELDS, column_values.loads(self._table["fields"][n].as_py()), strict=True))
 
     def _problem(self, n: int) -> Problem:
         fields = self._fields(n)
@@ -169,7 +178,7 @@ class ProblemTable(Sequence[Problem]):
             "messages": json.loads(fields["messages"] or "[]") or (),
             "further_solutions": tuple(map(tuple, json.loads(fields.pop("further") or "[]"))),
             "prompt_tokens": self.prompt_tokens[n],
-            "solution_tokens": self._solutions[n],
+            "solution_tokens": TokenColumn(self._table["solutions"])[n],
             "record": restored(fields["record"]),
             "images": self._images.get(n, ()),
             "source": next((name for start, name in reversed(self._sources) if start <= n), ""),
@@ -180,7 +189,7 @@ class ProblemTable(Sequence[Problem]):
         if not pair:
             return Problem(**fields)
         margin, safe = _pair(pair)
-        return Pair(**fields, rejected_tokens=self._rejected[n], margin=margin, safe=safe)
+        return Pair(**fields, rejected_tokens=TokenColumn(self._table["rejected"])[n], margin=margin, safe=safe)
 
 
 def _pair(text: str) -> tuple[float, tuple[bool, bool] | None]:
