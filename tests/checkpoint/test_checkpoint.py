@@ -358,40 +358,9 @@ def test_damaged_file_is_named_and_no_array_is_changed(damage, stored, tmp_path)
     assert stored.restore(5, held_in(trees)) == STATE
 
 
-@pytest.mark.slow
-def test_flipped_bits_are_detected(stored, tmp_path):
-    files = [path for path in (tmp_path / "checkpoints" / "step_5" / "actor").rglob("*") if path.is_file()]
-    files = [path for path in files if path.name != "commit_success.txt"]
-    dice, sizes = np.random.default_rng(0), np.array([path.stat().st_size for path in files])
-    for _ in range(200):
-        file = files[dice.choice(len(files), p=sizes / sizes.sum())]
-        content = file.read_bytes()
-        flipped(file, int(dice.integers(8 * len(content))))
-        with pytest.raises(Damaged):
-            stored.restore(5, held(actor=tree()))
-        file.write_bytes(content)
-
-
-def test_checkpoint_of_an_earlier_version_has_no_checksums(stored, tmp_path):
-    folder = tmp_path / "checkpoints" / "step_5"
-    (folder / "actor" / "checksums.json").unlink()
-    state = json.loads((folder / "host" / "metadata").read_text())
-    (folder / "host" / "metadata").write_text(json.dumps({"state": STATE, "arrays": state["arrays"]}))
-    assert stored.restore(5, held(actor=tree())) == STATE
-
-
 def test_step_of_a_moved_checkpoint_can_be_saved_again(stored, opened, tmp_path):
     assert stored.set_aside(5) == tmp_path / "checkpoints_damaged" / "step_5"
     assert stored.latest() is None
     stored.save(5, held(actor=tree()), STATE)
     stored.wait()
     assert stored.set_aside(5) == tmp_path / "checkpoints_damaged" / "step_5_again"
-
-
-def test_damaged_metric_file_is_named(stored, opened, tmp_path):
-    test_checkpoint_of_an_earlier_version_has_no_checksums(stored, tmp_path)
-    file = tmp_path / "checkpoints" / "step_5" / "metrics" / "metrics"
-    file.parent.mkdir()
-    file.write_text("")
-    with pytest.raises(Damaged, match=f"{re.escape(str(file))} is damaged .*; move .*step_5 to another folder"):
-        opened()
