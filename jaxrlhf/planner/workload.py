@@ -95,21 +95,16 @@ class Software:
       gradient_bytes: Bytes of a weight's gradient.
       optimizer_bytes: Bytes of optimizer state per weight.
       compute_bytes: Bytes of an activation, a cached key, a frozen weight, or a weight in generation.
-      reduces_every_microbatch: Whether gradients are summed over replicas at every microbatch, instead of once per
-        update; None does so only if weights are split both by width and by stage or tensor.
       pipeline_parts_per_stage: Number of parts per stage that a microbatch is split into; None runs a pipeline through
         all microbatches of an update (1F1B) before draining it.
       scatters_between_stages: Whether each tensor shard sends only its part of the residual stream to the next stage.
       head_on_last_stage: Whether the first stage alone looks tokens up and the last stage alone computes the logits;
         tables are then gathered like layers.
-      adds_gradients: Whether a microbatch's gradient is a separate whole array before it is added to the sum.
       unstacks_layers: Whether decoding reads unstacked layers; the stack is deleted, unless it is also trained.
       cache_copies: Largest number of copies of the cache during decoding.
       decode_tokens_per_dispatch: Number of tokens that one program decodes; None counts no program starts, and no
         reads of unused cache capacity.
-      recomputes_logits: Whether chunks of logits are computed again in the backward pass.
       reads_responses: Whether logits are computed only for tokens of responses.
-      skips_masked: Whether attention neither computes nor keeps scores that the causal mask hides.
       compiler: XLA backend whose extra copies are counted; None counts none. The TPU compiler casts all layer weights
         of a device before the layers run, keeps MLP activations of recomputed layers in float32, and pads the cache of
         each head. If weights are split by width, it also keeps a second copy of a device's shard of a microbatch's
@@ -117,25 +112,19 @@ class Software:
         reorders the dimensions of some matrices before the layers run, so that a gather appends: matrices that are
         split along another dimension than the first, which are experts and matrices back to the residual stream.
       pages: Whether the cache is in pages; responses to one prompt share the pages that the prompt fills.
-      shares_prompts: Whether a prompt is computed once for all its responses in a packed row, except in attention.
     """
 
     weight_bytes: int = 4
     gradient_bytes: int = 4
     optimizer_bytes: int = 8
     compute_bytes: int = 2
-    reduces_every_microbatch: bool | None = None
     pipeline_parts_per_stage: int | None = PIPELINE_PARTS_PER_STAGE
     scatters_between_stages: bool = False
     head_on_last_stage: bool = False
-    adds_gradients: bool = True
     unstacks_layers: bool = True
     cache_copies: float = 1.5
     decode_tokens_per_dispatch: int | None = Rollout.decode_tokens_per_dispatch
-    recomputes_logits: bool = True
     reads_responses: bool = True
-    skips_masked: bool = True
-    shares_prompts: bool = True
     compiler: Literal["gpu", "tpu"] | None = None
     pages: bool = False
 

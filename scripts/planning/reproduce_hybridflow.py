@@ -41,18 +41,13 @@ MEGATRON = Software(
     gradient_bytes=4,
     optimizer_bytes=12,  # float32 weights and two moments
     compute_bytes=2,
-    reduces_every_microbatch=False,
     pipeline_parts_per_stage=None,
     scatters_between_stages=True,
     head_on_last_stage=True,
-    adds_gradients=False,
     unstacks_layers=False,
     cache_copies=1.0,
     decode_tokens_per_dispatch=None,
-    recomputes_logits=False,
-    shares_prompts=False,
     reads_responses=False,
-    skips_masked=True,
 )
 STEP = Workload(prompts=1024, responses=1024, prompt_tokens=1024, response_tokens=1024, longest_tokens=2048, updates=8)
 SEQUENCES_PER_MICROBATCH = 2

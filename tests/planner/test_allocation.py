@@ -10,23 +10,18 @@ from made_plans import machines
 from small_problems import PLAIN
 
 from jaxrlhf.config import ROLLOUT, Layout
-from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.plan import Infeasible, PlacementPlan, PlacementProblem
-from jaxrlhf.planner.search.allocation import allocate, stage_seconds
+from jaxrlhf.planner.plan import Infeasible, PlacementProblem
+from jaxrlhf.planner.search.allocation import allocate
 from jaxrlhf.planner.search.mapping import placements, search
 from jaxrlhf.planner.search.pool_options import Point
 from jaxrlhf.planner.workload import Role, Workload
+from tests.planner.test_infeasible import LEARNER, LEARNER_BYTES, REFERENCE, SMALL, TINY, TINY_WEIGHTS
+from tests.planner.test_infeasible import WEIGHTS as SMALL_WEIGHTS
+from tests.planner.test_infeasible import WORK as LONG
 
-# Attention 4 * (4 + 8) + 16 = 64, MLP 96, norms 8: 168 in each of 2 layers; embedding and head 32 each, last norm 4.
-TINY = ModelConfig("llama", 8, 4, 8, 2, 2, 2, 2)
-TINY_WEIGHTS = 404
-# Attention 4e6, MLP 9e6, norms 2e3 in each of 10 layers; embedding and head 1e6 each, last norm 1e3.
-SMALL = ModelConfig("llama", 1000, 1000, 3000, 10, 10, 10, 100)
-SMALL_WEIGHTS = 132_021_000
 WORK = Workload(prompts=4, responses=4, prompt_tokens=4.0, response_tokens=4.0, longest_tokens=10, updates=2)
 ACTOR = Role("actor", TINY, "lm", generates=True, passes=0, trained=True)
-REFERENCE = Role("reference", TINY, "lm")
 
 
 def hardware_of(count: int, machine: int, **changes) -> Hardware:
@@ -38,10 +33,6 @@ def hardware_of(count: int, machine: int, **changes) -> Hardware:
 
 def a_problem(roles: tuple[Role, ...], hardware: Hardware, work: Workload = WORK, **changes) -> PlacementProblem:
     return PlacementProblem(roles, work, PLAIN, hardware, **changes)
-
-
-def pools_of(plan: PlacementPlan) -> list[tuple[tuple[str, ...], int]]:
-    return [(pool.roles, pool.devices) for pool in plan.pools]
 
 
 # Set partitions.
@@ -117,22 +108,6 @@ def test_the_allocation_is_the_cheapest_of_all(shared, ties):
     assert 50 < sum(outcomes) < 250
 
 
-def test_pools_without_room_have_no_allocation():
-    hardware = machines(machines=1, devices_per_machine=4)
-    one = [Point(("a",), 3, (1.0, 1.0, 1.0), (), None)]
-    assert allocate([one, []], hardware, within=math.inf) == (None, 0)
-    assert allocate([one, one], hardware, within=math.inf)[0] is None
-    found, _ = allocate([one], hardware, within=math.inf)
-    assert found is not None
-    assert allocate([one], hardware, within=found.seconds)[0] is None  # not faster than the limit
-
-
-def test_stages_wait_for_the_slowest_pool():
-    pools = [(1.0, 5.0, 2.0), (4.0, 1.0, 3.0)]
-    assert stage_seconds(pools, shared=False) == [4, 5, 3]
-    assert sum(stage_seconds(pools, shared=True)) == 16
-
-
 # Bytes by hand.
 
 
@@ -150,13 +125,6 @@ def test_a_cache_that_does_not_fit_takes_waves(rows, waves, at_once):
     assert plan.pools[0].peak_bytes == TINY_WEIGHTS * (2 + 2) + at_once * row <= memory
     with pytest.raises(Infeasible, match=r"actor generate needs .*; offload=\('actor',\) would free the most memory"):
         search(replace(problem, hardware=hardware_of(1, 1, memory_bytes=TINY_WEIGHTS * (2 + 2) + 0.99 * row)))
-
-
-LONG = Workload(prompts=8, responses=8, prompt_tokens=50.0, response_tokens=50.0, longest_tokens=100)
-LEARNER = Role("actor", SMALL, "lm", passes=0, trained=True)
-# 100 tokens in float16: the inputs of 10 layers; in one layer 4000 + 4000 numbers of heads and 12000 of the MLP; 1000
-# scores in float32, their softmax in float16, and the gradients of both.
-LEARNER_BYTES = SMALL_WEIGHTS * (4 + 4 + 8) + 100 * ((10 * 1000 + 20_000) * 2 + 1000 * 12) + 2 * 100 * 1000 * 4
 
 
 def test_what_waits_in_host_memory_waits_only_where_it_has_to():

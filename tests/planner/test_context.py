@@ -44,7 +44,7 @@ def test_heads_that_fill_up_work_as_well() -> None:
     role = trained(SEVEN)
     free = replace(UNIT, link_bytes_per_s=FREE)
     work = {c: forward_cost(role, Layout(data=1, context=c), WORK, HALVES, free).compute_s for c in (1, 2, 4)}
-    scored = layer_flops(SEVEN, tokens=1024, context=16) - layer_flops(SEVEN, tokens=1024, context=0)
+    scored = layer_flops(SEVEN, tokens=1024, context=8) - layer_flops(SEVEN, tokens=1024, context=0)
     assert work[2] * 2 == pytest.approx(work[1])
     assert work[4] * 4 - work[1] == pytest.approx(4 * scored * 2 / 14)
 

@@ -176,17 +176,13 @@ class Exhaustive:
 # Problems.
 
 PLAIN = Software(
-    adds_gradients=False,
     unstacks_layers=False,
     cache_copies=1.0,
     decode_tokens_per_dispatch=None,
-    reads_responses=False,
-    skips_masked=False,
-    shares_prompts=False,
 )
-"""Software without copies and without overhead of program starts."""
-LEAN = replace(PLAIN, weight_bytes=2, pipeline_parts_per_stage=None, head_on_last_stage=True, skips_masked=True)
-REAL = Software(cache_copies=1.5, decode_tokens_per_dispatch=2, skips_masked=False, shares_prompts=False)
+"""Software without copies and without overhead of program starts in generation."""
+LEAN = replace(PLAIN, weight_bytes=2, pipeline_parts_per_stage=None, head_on_last_stage=True)
+REAL = Software(decode_tokens_per_dispatch=2)
 """Software of the engine, for responses of a few tokens."""
 
 
@@ -251,13 +247,13 @@ def a_problem(seed: int, dataflow: str | None = None, shape: tuple[int, int] | N
     longest = draw.choice([10, 14])
     slots = draw.choice([None, None, 3])
     work = Workload(4, draw.choice([8, 12]), 4.0, draw.choice([3.5, 6.0]), longest, draw.choice([1, 2]), slots=slots)
-    software = draw.choice([PLAIN, REAL, LEAN, replace(LEAN, adds_gradients=True, cache_copies=2.5)])
+    software = draw.choice([PLAIN, REAL, LEAN, replace(LEAN, cache_copies=2.5)])
     offloads = draw.choice([((),), ((), (f"{trained[0]}.optimizer",)), ((), tuple(frozen), (*trained, *frozen))])
     problem = PlacementProblem(
         roles, work, software, machines_of(draw, shape, roles), offloads, fsdp=draw.random() < 0.5
     )
     generates = any(role.generates for role in roles)
-    if generates and software.skips_masked:  # memory has room for the cache of a few responses
+    if generates and software.trains_in_compute_dtype:  # memory has room for the cache of a few responses
         token = cache_bytes_per_token(roles[0].model, Layout(), itemsize=2)
         longest = 10 + int(problem.hardware.memory_bytes * draw.uniform(0.1, 0.4) / token)
         problem = replace(problem, workload=replace(work, longest_tokens=longest))

@@ -49,16 +49,11 @@ HALVES = Software(
     gradient_bytes=2,
     optimizer_bytes=4,
     compute_bytes=2,
-    adds_gradients=False,
     unstacks_layers=False,
     cache_copies=1.0,
     decode_tokens_per_dispatch=None,
-    reads_responses=False,
-    skips_masked=False,
-    shares_prompts=False,
 )
-"""Software in two bytes a number, without copies, program starts and shared prompts; logits and attention scores are
-computed for all tokens."""
+"""Software in two bytes a number, without copies and program starts in generation."""
 
 
 def trained(model: ModelConfig, **changes) -> Role:

@@ -232,13 +232,12 @@ def test_what_layers_that_are_computed_again_hold_on_tpus_and_with_shared_prompt
 
     packed = replace(again, tokens_per_microbatch=240)
     for layout in (ALONE, Layout(1, context=2)):
-        shared = replace(HALVES, shares_prompts=True)
-        batch = batch_of(packed, layout, WORK.responses * WORK.epochs / WORK.updates, WORK, shared)
+        batch = batch_of(packed, layout, WORK.responses * WORK.epochs / WORK.updates, WORK, HALVES)
         assert batch.shares
         with monkeypatch.context() as patch:
             patch.setattr(simulate, "mixed_width", lambda *_: 0.0)
-            inputs_alone = needed(packed, layout, shares_prompts=True)
-        more = needed(packed, layout, shares_prompts=True) - inputs_alone
+            inputs_alone = needed(packed, layout)
+        more = needed(packed, layout) - inputs_alone
         assert more == pytest.approx(batch.tokens * DENSE.num_layers * DENSE.num_heads * DENSE.head_dim * 2)
     wide = replace(DENSE, num_heads=28, num_kv_heads=4)
     assert mixed_width(wide, Layout(1, context=8)) == 32 * wide.head_dim, "heads that fill up are kept as well"

@@ -62,7 +62,7 @@ def batch_of(
         row_tokens = packed_row_tokens(workload.together * workload.longest_tokens, budget=budget, **split)
         prompts = _prompts_in(responses, workload)
         saved = (workload.prompt_tokens - 1) * (1 - prompts / responses)
-        shares = software.shares_prompts and 2 * prompts <= responses and saved >= WORTH_SHARING * length
+        shares = 2 * prompts <= responses and saved >= WORTH_SHARING * length
         rows = max(1, budget // row_tokens)
         split |= {"longest": workload.longest_tokens, "stages": layout.stage, "together": workload.together}
         shape = microbatch_shape_of(

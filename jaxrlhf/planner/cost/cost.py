@@ -84,10 +84,8 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     passes = _pass(role, layout, batch, software, hardware, backward=True) * batch.microbatches
     held = weights_trained(role.model, role.head, role.lora, layout)
     shard = layout.stage * layout.tensor
-    every = software.reduces_every_microbatch
-    if every is None:
-        every = layout.width_shards > 1 and shard > 1
-    sums = batch.microbatches if every else 1
+    # Gradients of weights that are split both by width and by stage or tensor are summed in each microbatch.
+    sums = batch.microbatches if layout.width_shards > 1 and shard > 1 else 1
     data = DeviceGroup(shards_of(layout) * layout.context, shard)
     if role.lora is None:
         data = DeviceGroup(shards_of(layout) // (layout.fsdp * layout.expert), layout.copy_devices)
@@ -96,7 +94,7 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     kept = software.weight_bytes + role.optimizer_bytes_with(software)
     touched = held * (software.gradient_bytes + 2 * kept)
     # Adding a microbatch's gradient reads two and writes one.
-    touched += batch.microbatches * held * 3 * software.gradient_bytes * software.adds_gradients
+    touched += batch.microbatches * held * 3 * software.gradient_bytes
     optimizer = touched / hardware.reached_bytes_per_s
     if role.remat and role.offloads:  # to the host and back in each microbatch, assuming no overlap with compute
         kept = role.model.stream_width + mixed_width(role.model, layout) * batch.shares
@@ -111,11 +109,11 @@ def _pass(role: Role, layout: Layout, batch: Batch, software: Software, hardware
     """Return the cost of one microbatch, forward or forward and backward."""
     assert role.remat is not None, "the simulator sets remat first"
     model, stages, tensor = role.model, layout.stage, layout.tensor
-    context = batch.row_tokens / 2 if software.skips_masked else batch.row_tokens
+    context = batch.row_tokens / 2  # attention skips scores that the causal mask hides
     # Products count in forward passes. Products with frozen weights count one less, because these have no gradient.
     frozen = backward and role.lora is not None
     passes = 1 if not backward else 3 + role.remat
-    head_passes = 1 if not backward else 3 + (software.recomputes_logits and role.head == "lm")
+    head_passes = 1 if not backward else 3 + (role.head == "lm")  # chunks of logits are computed again
     head_passes -= frozen and role.head == "lm"
     attention = layer_flops(model, tokens=batch.attended_tokens, context=context)
     attention -= layer_flops(model, tokens=batch.attended_tokens, context=0)
@@ -217,7 +215,7 @@ def prefill_cost(
     stages, tensor = layout.generation_stage, layout.generation_tensor
     prompts = math.ceil(workload.prompts / how.replicas)
     tokens = prompts * workload.prompt_tokens
-    context = workload.prompt_tokens / 2 if software.skips_masked else workload.prompt_tokens
+    context = workload.prompt_tokens / 2
     chunked = workload.prompt_tokens > PREFILL_TOKENS  # devices share the positions before a chunk
     context /= layout.generation_context if chunked else 1
     flops = model.num_layers * layer_flops(model, tokens=tokens, context=context)

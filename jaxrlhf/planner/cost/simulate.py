@@ -228,7 +228,7 @@ def held_bytes(role: Role, layout: Layout, software: Software) -> RoleBytes:
     learnt = weights_trained(role.model, role.head, role.lora, layout)
     frozen = 0.0 if role.lora is None else weights
     each = bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes)
-    gradients = learnt * software.gradient_bytes * (1 + software.adds_gradients)
+    gradients = 2 * learnt * software.gradient_bytes  # of a microbatch, and the sum
     return RoleBytes(
         frozen * each + learnt * software.weight_bytes, learnt * role.optimizer_bytes_with(software), gradients
     )
@@ -238,21 +238,16 @@ def _moved(stage: Stage, num_bytes: float, hardware: Hardware, held_bytes: float
     return [SimulatedCall(stage, "offload", offload_cost(num_bytes, hardware), held_bytes)] if num_bytes else []
 
 
-def _sizes(problem: PlacementProblem, batch: Batch) -> dict[str, int]:
-    """Return the bytes of an activation, and the length of rows whose attention scores are kept (0: not kept)."""
-    row_tokens = 0 if problem.software.skips_masked else int(batch.row_tokens)
-    return {"row_tokens": row_tokens, "itemsize": problem.software.compute_bytes}
-
-
 def inference_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
     batch = batch_of(role, layout, problem.workload.responses, problem.workload, problem.software, largest=True)
-    tokens, sizes = batch.tokens / batch.parts, _sizes(problem, batch)
+    tokens, itemsize = batch.tokens / batch.parts, problem.software.compute_bytes
     layers_bytes, table_bytes = _gathered_bytes(problem, role, layout)
+    sizes = {"row_tokens": 0, "itemsize": itemsize}  # attention keeps no scores
     in_layers = inference_activation_bytes(role.model, "value", layout, tokens=tokens, **sizes) + layers_bytes
     if layout.stage > 1:  # activations before and after the pipeline
         waiting = tokens * _parts_at_once(problem.software, layout, batch)
-        in_layers += 2 * waiting * role.model.hidden_size * problem.software.compute_bytes
-    hidden = 2 * tokens * role.model.hidden_size * problem.software.compute_bytes
+        in_layers += 2 * waiting * role.model.hidden_size * itemsize
+    hidden = 2 * tokens * role.model.hidden_size * itemsize
     # The head runs after the last layer's weights and activations are freed.
     return max(in_layers, hidden + table_bytes + head_bytes(role.model, role.head, layout, tokens=tokens))
 
@@ -279,7 +274,8 @@ def update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float
         attended=mixed_width(role.model, layout) * batch.shares,
         offloads=role.offloads,
         widened=batch.tokens / batch.parts * widened,
-        **_sizes(problem, batch),
+        row_tokens=0,
+        itemsize=software.compute_bytes,
     )
 
 
