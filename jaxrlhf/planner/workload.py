@@ -104,6 +104,7 @@ class Software:
       cache_copies: Largest number of copies of the cache during decoding.
       decode_tokens_per_dispatch: Number of tokens that one program decodes; None counts no program starts, and no
         reads of unused cache capacity.
+      reads_responses: Whether logits are computed only for tokens of responses.
       compiler: XLA backend whose extra copies are counted; None counts none. The TPU compiler casts all layer weights
         of a device before the layers run, keeps MLP activations of recomputed layers in float32, and pads the cache of
         each head. If weights are split by width, it also keeps a second copy of a device's shard of a microbatch's
@@ -123,6 +124,7 @@ class Software:
     unstacks_layers: bool = True
     cache_copies: float = 1.5
     decode_tokens_per_dispatch: int | None = Rollout.decode_tokens_per_dispatch
+    reads_responses: bool = True
     compiler: Literal["gpu", "tpu"] | None = None
     pages: bool = False
 

@@ -47,6 +47,7 @@ MEGATRON = Software(
     unstacks_layers=False,
     cache_copies=1.0,
     decode_tokens_per_dispatch=None,
+    reads_responses=False,
 )
 STEP = Workload(prompts=1024, responses=1024, prompt_tokens=1024, response_tokens=1024, longest_tokens=2048, updates=8)
 SEQUENCES_PER_MICROBATCH = 2

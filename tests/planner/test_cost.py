@@ -69,9 +69,9 @@ def test_an_update_is_six_operations_a_weight_and_token_however_it_is_split(layo
     weights = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
     assert layers == 2 * weights * TOKENS + scores
     expected = (8 if remat else 6) * weights * TOKENS + (4 if remat else 3) * scores
-    for software in (Software(), ONE_WITH_HEAD):
+    for software, read in ((Software(), 1), (ONE_WITH_HEAD, 1), (replace(Software(), reads_responses=False), 16 / 6)):
         cost = update_cost(trained(GROUPED, remat=remat), layout, WORK, software, UNIT)
-        assert cost.compute_s == pytest.approx((expected + 4 * LM_HEAD) / 16)
+        assert cost.compute_s == pytest.approx((expected + 4 * read * LM_HEAD) / 16)
         assert cost.host_s == cost.overhead_s == 0
     scored = forward_cost(trained(GROUPED, remat=remat), layout, WORK, HALVES, UNIT)
     assert scored.compute_s == pytest.approx((layers + LM_HEAD) / 16)
@@ -200,6 +200,7 @@ def drawn(rng: random.Random):
         scatters_between_stages=rng.random() < 0.5,
         head_on_last_stage=rng.random() < 0.5,
         decode_tokens_per_dispatch=rng.choice([None, 1, 16]),
+        reads_responses=rng.random() < 0.5,
     )
     hardware = replace(CLUSTER, **{name: 10 ** rng.uniform(-3, 3) for name in RATES}, layer_overhead_s=1.0)
     return role, Layout(**sizes, **generation), software, hardware
