@@ -15,7 +15,7 @@ Workers move them to their devices.
 
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -178,6 +178,21 @@ class Sequences:
     images_B: np.ndarray | None = None
     recorded: Mapping[str, Array] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[Sequence[int]],
+        masks: Sequence[Sequence[int]],
+        prompt_ids: Sequence[int],
+        *,
+        width: int,
+        images_B: np.ndarray | None = None,
+    ) -> "Sequences":
+        """Pad the tokens and masks of rows to left-aligned arrays of `width` columns."""
+        length_B, prompt_id_B = np.array([len(row) for row in tokens], np.int32), np.array(prompt_ids, np.int64)
+        padded = padded_rows(tokens, width=width, dtype=np.int32), length_B, padded_rows(masks, width=width, dtype=bool)
+        return cls(*padded, prompt_id_B, images_B)
+
 
 @struct.dataclass
 class EpisodeRows:
@@ -244,157 +259,9 @@ class Scores:
     parts: dict[str, Array]
 
 
-@struct.dataclass
-class Experience:
-    """Input of an update: one sum, `sum(weight * token_loss)`, with fixed weights.
-
-    Weights include masks, filters, importance weights and denominators of the whole update: the trainer never divides.
-
-    Attributes:
-      sequences: Tokens; the mask marks trained tokens.
-      weight_BT: float32 weight of each token's main loss, 0 where untrained.
-      fields: Further `[B, T]` arrays that the loss reads by name, such as `advantage`, `old_logp` and `returns`.
-      prompts: Number of distinct prompts that rows are sized for; None counts the prompts of the sequences.
-      together: Number of consecutive sequences that one microbatch has to hold, 2 for preference pairs.
-    """
-
-    sequences: Sequences
-    weight_BT: Array
-    fields: dict[str, Array]
-    prompts: int | None = struct.field(pytree_node=False, default=None)
-    together: int = struct.field(pytree_node=False, default=1)
-
-
-@dataclass(frozen=True, eq=False)
-class RaggedBatch:
-    """Columns of a batch without padding: the tokens of row b are entries `offset_B[b]` to `offset_B[b + 1]`.
-
-    Attributes:
-      offset_B: int64, start of each row and the end of the last.
-      columns: `[tokens, ...]` arrays by name.
-      width: T, number of columns of the padded arrays.
-      padding: Padding value by name; 0 for other names.
-    """
-
-    offset_B: np.ndarray
-    columns: Mapping[str, np.ndarray]
-    width: int
-    padding: Mapping[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, length_B: Array, arrays: Mapping[str, Array], padding: Mapping[str, int]) -> "RaggedBatch":
-        """Return the batch of some `[B, T, ...]` arrays, without their padding."""
-        length_B, width = np.asarray(length_B), np.asarray(next(iter(arrays.values()))).shape[1]
-        inside_BT = np.arange(width) < length_B[:, None]
-        columns = {name: np.asarray(array)[inside_BT] for name, array in arrays.items()}
-        return cls(np.concatenate([[0], np.cumsum(length_B, dtype=np.int64)]), columns, width, padding)
-
-    @property
-    def length_B(self) -> np.ndarray:
-        """int32, number of tokens of each row."""
-        return np.diff(self.offset_B).astype(np.int32)
-
-    def take(self, rows: np.ndarray) -> "RaggedBatch":
-        """Return the batch of these rows."""
-        length_B = self.length_B[rows]
-        offset_B = np.concatenate([[0], np.cumsum(length_B, dtype=np.int64)])
-        index = np.arange(offset_B[-1]) + np.repeat(self.offset_B[:-1][rows] - offset_B[:-1], length_B)
-        columns = {name: column[index] for name, column in self.columns.items()}
-        return replace(self, offset_B=offset_B, columns=columns)
-
-    def padded(self) -> dict[str, np.ndarray]:
-        """Return the `[B, T, ...]` arrays."""
-        inside_BT = np.arange(self.width) < self.length_B[:, None]
-        made = {}
-        for name, column in self.columns.items():
-            made[name] = np.full((*inside_BT.shape, *column.shape[1:]), self.padding.get(name, 0), column.dtype)
-            made[name][inside_BT] = column
-        return made
-
-
-@dataclass(frozen=True, eq=False)
-class MinibatchRows(Sequence[Experience]):
-    """Minibatches as rows of one batch. Each minibatch is built on access, so the batch is stored and sent once.
-
-    Attributes:
-      batch: Tokens, masks and loss inputs of the whole batch.
-      prompt_id_B: int64 group key.
-      images_B: Images of each sequence, as in `Sequences`.
-      rows: Row indices of each minibatch.
-      weights: Token weights of each minibatch, concatenated over rows without padding, before importance weights.
-      coefficients: Names of further fields with a factor each; the field is the factor times the weights.
-      prompts: Number of distinct prompts of the whole batch, also kept by its parts.
-    """
-
-    batch: RaggedBatch
-    prompt_id_B: np.ndarray
-    rows: tuple[np.ndarray, ...]
-    weights: tuple[np.ndarray, ...]
-    coefficients: Mapping[str, float] = field(default_factory=dict)
-    images_B: np.ndarray | None = None
-    prompts: int | None = None
-
-    @classmethod
-    def of(
-        cls,
-        sequences: Sequences,
-        fields: Mapping[str, Array],
-        rows: Sequence[np.ndarray],
-        weights: Sequence[Array],
-        *,
-        importance_BT: Array | None = None,
-        coefficients: Mapping[str, float],
-    ) -> "MinibatchRows":
-        """Return the minibatches of a batch of sequences.
-
-        Args:
-          fields: `[B, T]` arrays that the loss reads by name; padding is dropped.
-          weights: `[b, T]` weights of each minibatch.
-          importance_BT: Factors of the main loss's weights; None is 1.
-        """
-        arrays: dict[str, Array] = {"token": sequences.token_BT, "mask": sequences.mask_BT}
-        arrays |= {f"field {name}": np.asarray(value, np.float32) for name, value in fields.items()}
-        arrays |= (recorded := {f"recorded {name}": column for name, column in sequences.recorded.items()})
-        if importance_BT is not None:
-            arrays["importance"] = importance_BT
-        batch = RaggedBatch.of(sequences.length_B, arrays, dict.fromkeys(recorded, -1))
-        inside_BT = np.arange(batch.width) < batch.length_B[:, None]
-        given = tuple(np.asarray(weight)[inside_BT[own]] for own, weight in zip(rows, weights, strict=True))
-        ids_B = np.asarray(sequences.prompt_id_B)
-        return cls(batch, ids_B, tuple(rows), given, coefficients, sequences.images_B, len(np.unique(ids_B)))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        rows, weight = self.rows[index], self.weights[index]
-        chosen = self.batch.take(rows)
-        scaled = {f"field {name}": number * weight for name, number in self.coefficients.items()}
-        weight = weight * chosen.columns.get("importance", np.float32(1))
-        made = replace(chosen, columns={**chosen.columns, **scaled, "weight": weight}).padded()
-        images_B = None if self.images_B is None else self.images_B[rows]
-        kinds = "field ", "recorded "
-        fields, recorded = ({name[len(of) :]: made[name] for name in made if name.startswith(of)} for of in kinds)
-        columns = made["token"], chosen.length_B, made["mask"], self.prompt_id_B[rows], images_B, recorded
-        return Experience(Sequences(*columns), made["weight"], {**fields}, self.prompts)
-
-    def part(self, index: int, parts: int) -> "MinibatchRows":
-        """Return an equal share of every minibatch, with only the batch rows that it needs."""
-        cuts = [slice(index * len(rows) // parts, (index + 1) * len(rows) // parts) for rows in self.rows]
-        wanted = [rows[cut] for rows, cut in zip(self.rows, cuts, strict=True)]
-        needed, place = np.unique(np.concatenate(wanted), return_inverse=True)
-        ends = np.cumsum([len(rows) for rows in wanted])[:-1]
-        weights = []
-        for rows, cut, weight in zip(self.rows, cuts, self.weights, strict=True):
-            offset_B = np.concatenate([[0], np.cumsum(self.batch.length_B[rows], dtype=np.int64)])
-            weights.append(weight[offset_B[cut.start] : offset_B[cut.stop]])
-        return replace(
-            self,
-            batch=self.batch.take(needed),
-            prompt_id_B=self.prompt_id_B[needed],
-            images_B=None if self.images_B is None else self.images_B[needed],
-            rows=tuple(np.split(place, ends)),
-            weights=tuple(weights),
-        )
+def padded_rows(rows: Sequence[Any], *, width: int, dtype: Any) -> np.ndarray:
+    """Pad the values of each row with 0 to one left-aligned array of `width` columns."""
+    padded = np.zeros((len(rows), width), dtype)
+    for row, values in enumerate(rows):
+        padded[row, : len(values)] = values
+    return padded

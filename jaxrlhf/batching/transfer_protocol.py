@@ -18,7 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrlhf.batch import Experience, MinibatchRows, Problem, Sequences
+from jaxrlhf.batch import Problem, Sequences
+from jaxrlhf.batching.ragged import Experience, MinibatchRows
 from jaxrlhf.config import Refusal
 from jaxrlhf.sharding.described import are_here
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, TENSOR_AXES, TOKEN_AXES
@@ -147,25 +148,15 @@ def rows(arguments: tuple[Any, ...], *, part: int, parts: int) -> tuple[Any, ...
     start, stop = part * units // parts, (part + 1) * units // parts
 
     def cut(leaf: Any) -> Any:
-        if isinstance(leaf, MinibatchRows):
-            _check_units(min(map(len, leaf.rows)), parts)
+        if isinstance(leaf, MinibatchRows | Experience):
+            _check_units(leaf.units, parts)
             return leaf if parts == 1 else leaf.part(part, parts)
-        if isinstance(leaf, Experience):
-            return _rows_of_experience(leaf, part=part, parts=parts)
         if (count := _rows(leaf)) is None:
             return leaf
         first, last = (unit * count // units for unit in (start, stop))
         return leaf.load_rows(first, last) if isinstance(leaf, RemoteValue) else leaf[first:last]
 
     return jax.tree.map(cut, arguments, is_leaf=_is_batch)
-
-
-def _rows_of_experience(experience: Experience, *, part: int, parts: int) -> Experience:
-    """Return the rows of one part; sequences that a loss compares stay together."""
-    units = len(experience.weight_BT) // experience.together
-    _check_units(units, parts)
-    own = slice(*(end * units // parts * experience.together for end in (part, part + 1)))
-    return jax.tree.map(lambda array: array[own], experience)
 
 
 def _check_units(units: int, parts: int) -> None:

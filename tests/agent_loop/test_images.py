@@ -16,6 +16,7 @@ import PIL.Image
 import PIL.ImageFile
 import pytest
 import seeing_environments
+from packed_arrays import PackedArrays
 from tiny_models import drawn
 from tiny_runs import numbers, records
 
@@ -23,8 +24,8 @@ import jaxrlhf
 from jaxrlhf import models
 from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import Image, Problem, Sequences
-from jaxrlhf.batching.packing import Packing
-from jaxrlhf.batching.shared_prompts import shared_prefixes
+from jaxrlhf.batching import shared_prompts
+from jaxrlhf.batching.ragged import RaggedBatch
 from jaxrlhf.config import Agent, Checkpointing, Environment, Evaluation, Refusal, Rollout, Sampling, Shapes, Tools
 from jaxrlhf.config import load as load_configuration
 from jaxrlhf.conversations.chat_format import ChatFormat
@@ -106,7 +107,9 @@ def with_picture(number):
 def logp_of(sequences):
     """Compute log-probabilities as in training, in rows with shared prompts."""
     shape, _, reader, params, _ = parts()
-    packing = Packing(sequences, rows=2, row_tokens=4 * (PROMPT + RESPONSE), vision=shape.vision, pixels=reader.patches)
+    packing = PackedArrays(
+        sequences, rows=2, row_tokens=4 * (PROMPT + RESPONSE), vision=shape.vision, pixels=reader.patches
+    )
 
     @jax.jit
     def compute(params, rows):
@@ -184,6 +187,10 @@ def test_a_records_prompt_has_the_same_tokens_in_a_conversation():
     assert (begun.prompt, begun.images) == (one.prompt_tokens, one.images)
 
 
+def shared(sequences: Sequences) -> np.ndarray:
+    return shared_prompts.shared_prefixes(RaggedBatch.of(sequences))
+
+
 def test_prompts_with_different_pictures_are_not_shared():
     """Their tokens are equal."""
     token_BT = np.array([[1, 2, 9, 9, 3, 4, 5]] * 3)
@@ -192,12 +199,12 @@ def test_prompts_with_different_pictures_are_not_shared():
     for row, digest in enumerate("aab"):
         images_B[row] = (Image("here", digest, (1, 2, 4), 2, 2),)
     sequences = Sequences(token_BT, np.full(3, 7), mask_BT, np.zeros(3, np.int64))
-    assert shared_prefixes(sequences).tolist() == [5, 5, 5]
-    assert shared_prefixes(replace(sequences, images_B=images_B)).tolist() == [2, 2, 2]
+    assert shared(sequences).tolist() == [5, 5, 5]
+    assert shared(replace(sequences, images_B=images_B)).tolist() == [2, 2, 2]
     images_B[2] = images_B[0]
-    assert shared_prefixes(replace(sequences, images_B=images_B)).tolist() == [5, 5, 5]
+    assert shared(replace(sequences, images_B=images_B)).tolist() == [5, 5, 5]
     images_B[2] = ()
-    assert shared_prefixes(replace(sequences, images_B=images_B)).tolist() == [2, 2, 2]
+    assert shared(replace(sequences, images_B=images_B)).tolist() == [2, 2, 2]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import tiny_runs
 from made_steps import done, problem
 
 from jaxrlhf.batch import EpisodeBatch, EpisodeRows, Image, RolloutBatch, Scores, Sequences
+from jaxrlhf.batching.ragged import MinibatchRows, RaggedBatch
 from jaxrlhf.config import (
     DAPO,
     GRPO,
@@ -25,7 +26,7 @@ from jaxrlhf.config import (
     function_of,
     load,
 )
-from jaxrlhf.dataflows.batches.episode_rows import EpisodeSplitter, side_by_side
+from jaxrlhf.dataflows.batches.episode_rows import side_by_side
 from jaxrlhf.dataflows.batches.minibatches import minibatches
 from jaxrlhf.dataflows.step import StepInput, value_of
 from jaxrlhf.episode import EpisodeRecord
@@ -63,14 +64,14 @@ def test_rows_side_by_side_come_apart_as_they_were():
     assert joined.shape == (4, 27)
     assert whole.sequences.mask_BT.sum(axis=1).tolist() == [2, 4, 4, 7]
     assert whole.truncated_B.tolist() == [False, True, False, False]
-    apart = EpisodeSplitter(whole.sequences)
-    for given, found in zip(
-        jax.tree.leaves((rollout.sequences, value_BT)),
-        jax.tree.leaves((apart.sequences, apart.array(joined))),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(given, found)
-    assert apart.rows(np.array([3, 1])).tolist() == [4, 5, 6, 1, 2]
+    rows, apart = (
+        RaggedBatch.of(own, value=value) for own, value in ((rollout.sequences, value_BT), (whole.sequences, joined))
+    )
+    jax.tree.map(np.testing.assert_array_equal, rows, apart)
+    chosen, weights = [np.array([3, 1])], [joined[[3, 1]]]
+    (own,) = MinibatchRows.of(whole.sequences, {}, chosen, weights, coefficients={})
+    expected = np.where(np.arange(9) < rollout.sequences.length_B[:, None], value_BT, 0)[[4, 5, 6, 1, 2]]
+    np.testing.assert_array_equal(own.weight_BT, expected)
 
 
 def test_episodes_of_one_sequence_are_left_as_they_are():

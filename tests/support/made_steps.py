@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from jaxrlhf.batch import Experience, Problem, RolloutBatch, Scores, Sequences
+from jaxrlhf.batch import Problem, RolloutBatch, Scores, Sequences
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import Algorithm, Arithmetic, Config, FromScratch, Rollout, Sampling, checked, function_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import StepInput, StepResult

@@ -12,7 +12,8 @@ from tiny_runs import get_config, training
 from unit_machines import DENSE, UNIT, WORK
 
 from jaxrlhf.algos import policy_objective, token_weights, value_objective
-from jaxrlhf.batch import Experience, Sequences
+from jaxrlhf.batch import Sequences
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import Config, FromScratch, Layout, Lora, Sampling, ValueLoss, checked
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
@@ -72,12 +73,13 @@ def experience(rows: int = 8, width: int = 80) -> Experience:
     sequences = Sequences(token_BT, np.full(rows, width, np.int32), mask_BT, np.arange(rows))
     weight_BT = np.asarray(token_weights(mask_BT, np.arange(rows), aggregation="token-mean"))
     noise_BT = rng.normal(size=weight_BT.shape).astype(np.float32)
-    return Experience(sequences, weight_BT, {"advantage": noise_BT, "old_logp": np.full_like(weight_BT, -6.0)})
+    return Experience.of(sequences, weight_BT, {"advantage": noise_BT, "old_logp": np.full_like(weight_BT, -6.0)})
 
 
 def values_of(batch: Experience) -> Experience:
     zeros_BT = np.zeros_like(batch.weight_BT)
-    return replace(batch, fields={"returns": batch.fields["advantage"], "old_value": zeros_BT})
+    fields = {"returns": batch.fields["advantage"], "old_value": zeros_BT}
+    return Experience.of(batch.sequences, batch.weight_BT, fields)
 
 
 def spread(workers) -> None:

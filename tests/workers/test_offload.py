@@ -9,7 +9,8 @@ import pytest
 from tiny_runs import get_config, training
 
 from jaxrlhf.algos import policy_objective, token_weights
-from jaxrlhf.batch import Experience, Sequences
+from jaxrlhf.batch import Sequences
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import Config
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.sharding.pool import ResourcePool
@@ -53,7 +54,7 @@ def experience(rows: int = 8, width: int = 80) -> Experience:
     sequences = Sequences(token_BT, np.full(rows, width, np.int32), mask_BT, np.arange(rows))
     weight_BT = np.asarray(token_weights(mask_BT, np.arange(rows), aggregation="token-mean"))
     fields = {"advantage": np.ones_like(weight_BT), "old_logp": np.full_like(weight_BT, -6.0)}
-    return Experience(sequences, weight_BT, fields)
+    return Experience.of(sequences, weight_BT, fields)
 
 
 @pytest.mark.parametrize(

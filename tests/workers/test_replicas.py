@@ -11,7 +11,8 @@ import pytest
 from compiled import Collective, collectives
 
 from jaxrlhf.algos import nll_objective, token_weights
-from jaxrlhf.batch import Experience, Sequences
+from jaxrlhf.batch import Sequences
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import SFT, Arithmetic, Config, FromScratch, Layout, Rollout, Training
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.models.attention.attention import ROWS, attend_blocks
@@ -50,7 +51,7 @@ def experience(rows: int = 24) -> Experience:
     mask_BT = inside_BT & (np.arange(WIDTH) >= rng.integers(1, length_B - 1)[:, None])
     token_BT = np.where(inside_BT, rng.integers(0, 400, (rows, WIDTH)), 0).astype(np.int32)
     weight_BT = np.asarray(token_weights(mask_BT, np.arange(rows), aggregation="seq-mean-token-mean"))
-    return Experience(Sequences(token_BT, length_B, mask_BT, np.arange(rows)), weight_BT, {})
+    return Experience.of(Sequences(token_BT, length_B, mask_BT, np.arange(rows)), weight_BT, {})
 
 
 def gradient(worker) -> tuple[list[np.ndarray], dict[str, float], int]:

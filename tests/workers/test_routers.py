@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrlhf.algos import PairRewards, PairSettings, nll_objective, pair_objective, token_weights
-from jaxrlhf.batch import Experience, Sequences
+from jaxrlhf.batch import Sequences
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import SFT, Arithmetic, Config, FromScratch, Rollout, Training
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows.batches.preference_pairs import pair_experience
@@ -49,7 +50,7 @@ def experience() -> Experience:
     mask_BT = inside_BT & (np.arange(WIDTH) >= rng.integers(1, length_B - 1)[:, None])
     token_BT = np.where(inside_BT, rng.integers(0, 400, (8, WIDTH)), 0).astype(np.int32)
     weight_BT = np.asarray(token_weights(mask_BT, np.arange(8), aggregation="token-mean"))
-    return Experience(Sequences(token_BT, length_B, mask_BT, np.arange(8)), weight_BT, {})
+    return Experience.of(Sequences(token_BT, length_B, mask_BT, np.arange(8)), weight_BT, {})
 
 
 @pytest.fixture(scope="module")

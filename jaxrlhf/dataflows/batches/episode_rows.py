@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrlhf.batch import Array, RolloutBatch, Scores, Sequences
+from jaxrlhf.batch import Array, RolloutBatch, Scores
 
 
 def side_by_side(rollout: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -39,52 +39,6 @@ def side_by_side(rollout: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     whole = replace(joined(rollout), sequences=replace(joined(sequences), length_B=length_EK, images_B=images_EK))
     truncated_EK = np.where(place_EK < 0, False, np.asarray(rollout.truncated_B)[place_EK])
     return (replace(whole, truncated_B=truncated_EK.any(axis=1)), *(joined(value) for value in values))
-
-
-class EpisodeSplitter:
-    """Inverse of `side_by_side`: splits episodes into one row per sequence; does nothing if each episode is one row."""
-
-    def __init__(self, sequences: Sequences) -> None:
-        length_EK = np.asarray(sequences.length_B)
-        self._sequences, self._there_EK = sequences, length_EK.reshape(len(length_EK), -1) > 0
-        self._needless = length_EK.ndim == 1
-
-    def array(self, value: Any, episodes: np.ndarray | None = None) -> Any:
-        """Split `[E, k T]` arrays into `[B, T]` rows.
-
-        Args:
-          episodes: Indices of the episodes in the arrays; None is all.
-        """
-        if self._needless:
-            return value
-        there_EK = self._there_EK if episodes is None else self._there_EK[episodes]
-
-        def parted(leaf: Array) -> np.ndarray:
-            leaf = np.asarray(leaf)
-            return leaf.reshape(*there_EK.shape, -1, *leaf.shape[2:])[there_EK]
-
-        return jax.tree.map(parted, value)
-
-    def rows(self, episodes: np.ndarray) -> np.ndarray:
-        """Return the indices of the rows of these episodes, in the order of `episodes`."""
-        if self._needless:
-            return episodes
-        count_E = self._there_EK.sum(axis=1)
-        start_E = np.cumsum(count_E) - count_E
-        return np.concatenate([start_E[episode] + np.arange(count_E[episode]) for episode in episodes])
-
-    @property
-    def sequences(self) -> Sequences:
-        """The sequences, one per row."""
-        whole, there_EK = self._sequences, self._there_EK
-        if self._needless:
-            return whole
-        return Sequences(
-            **self.array({name: getattr(whole, name) for name in ("token_BT", "mask_BT", "recorded")}),
-            length_B=np.asarray(whole.length_B)[there_EK],
-            prompt_id_B=np.repeat(whole.prompt_id_B, there_EK.sum(axis=1)),
-            images_B=None if whole.images_B is None else whole.images_B[there_EK],
-        )
 
 
 def sampled_lengths(rollout: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
