@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from jaxrlhf.agent_loop.episode_run import EpisodeLimits, EpisodeRun
 from jaxrlhf.agent_loop.open_episodes import OpenEpisodes
 from jaxrlhf.agent_loop.recorded import Finished
-from jaxrlhf.agent_loop.rows import to_episode_batch
-from jaxrlhf.batch import EpisodeBatch, Problem
+from jaxrlhf.agent_loop.rows import episodes_to_rollout
+from jaxrlhf.batch import Problem, RolloutBatch
 from jaxrlhf.batching.partial_rollouts import OpenGroups, Round
 from jaxrlhf.config import Agent, AnyEnvironment, Refusal, Sampling
 from jaxrlhf.config.environments import choice, choices
@@ -74,7 +74,7 @@ class AgentLoop:
         seed: int,
         width: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> EpisodeBatch:
+    ) -> RolloutBatch:
         """Run `copies` episodes of each problem to their end.
 
         Args:
@@ -103,7 +103,7 @@ class AgentLoop:
         copies: int,
         width: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> EpisodeBatch:
+    ) -> RolloutBatch:
         """Continue groups of episodes until enough groups are complete; start groups that are new.
 
         All calls must pass the same engine; its weights may change between two calls. Open groups that are missing in
@@ -132,8 +132,8 @@ class AgentLoop:
         limits = [asyncio.Semaphore(one.in_flight or _NO_BOUND) for one in choices(self.environment)]
         return OpenEpisodes(self._episode, limits, engine, partial(self._server, sampling=sampling))
 
-    def _batch(self, finished: Sequence[Finished], width: int) -> EpisodeBatch:
-        return to_episode_batch(finished, width=width, sees=self.format.reader is not None)
+    def _batch(self, finished: Sequence[Finished], width: int) -> RolloutBatch:
+        return episodes_to_rollout(finished, width=width, sees=self.format.reader is not None)
 
     @contextmanager
     def _server(self, service: EngineService, sampling: Sampling) -> Iterator[SessionBook | None]:

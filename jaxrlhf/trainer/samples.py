@@ -8,7 +8,6 @@ import numpy as np
 from jaxrlhf.batch import Array, RolloutBatch
 from jaxrlhf.conversations.images import as_readable_text
 from jaxrlhf.data.tokenizer import pieces_of
-from jaxrlhf.dataflows.batches.episode_rows import starts_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import value_of
 from jaxrlhf.episode import EpisodeRecord
@@ -42,9 +41,8 @@ def to_samples(
     length_E, gap_E, truncated_E = mask_BT.sum(axis=1), gap_BT.sum(axis=1), np.asarray(rollout.truncated_B)
     records: list[EpisodeRecord | None] = [None] * len(mask_BT)
     texts = texts_of(collected, decode)
-    if collected.record_E is not None:
-        records = list(collected.record_E)
-        start_E = starts_of(rollout.episodes.episode_B)
+    if rollout.episodes is not None:
+        records, start_E = rollout.episodes.records, rollout.episodes.start_E
         length_E, gap_E = np.add.reduceat(length_E, start_E), np.add.reduceat(gap_E, start_E)
         truncated_E = truncated_E[start_E]
     copies = len(texts) // len(problems)
@@ -72,9 +70,10 @@ def to_samples(
 
 def texts_of(collected: ScoredRollout, decode: Callable[[Sequence[int]], str]) -> list[str]:
     """Return the text of each response, or of the last reply of each episode."""
-    if collected.record_E is not None:
-        return [record.answer for record in collected.record_E]
-    return response_texts(value_of(collected.rollout), decode)
+    rollout = value_of(collected.rollout)
+    if rollout.episodes is not None:
+        return [record.answer for record in rollout.episodes.records]
+    return response_texts(rollout, decode)
 
 
 def _tokens(

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrlhf.agent_loop import AgentLoop
-from jaxrlhf.batch import KEPT, EpisodeBatch, Problem, RolloutBatch
+from jaxrlhf.batch import KEPT, Problem, RolloutBatch
 from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, append
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Completion, Engine, Request
@@ -82,7 +82,11 @@ class Sampler:
     def generate(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
     ) -> RolloutBatch:
-        """Sample responses, prompt-major; see `GenerationWorker.generate_sequences`."""
+        """Sample responses or, with an environment, run episodes; see `GenerationWorker.generate_sequences`."""
+        if self.agent_loop is not None:
+            assert isinstance(self.engine, Engine), "episodes require the built-in engine"
+            sizes, progress = {"copies": responses_per_prompt, "width": self.width}, partial(self.progress, "episodes")
+            return self.agent_loop.run(self.engine, problems, sampling, seed=seed, progress=progress, **sizes)
         requests, prompts = requests_of(problems, responses_per_prompt)
         completions = self.engine.generate(
             requests,
@@ -138,21 +142,6 @@ class Sampler:
                 kept_BTK[row, columns] = np.concatenate(state.kept)[: len(state.tokens)]
         return replace(in_progress, rollout=rollout, ended_B=ended_B)
 
-    def run_episodes(
-        self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
-    ) -> EpisodeBatch:
-        """Run episodes that start from these problems, prompt-major; see `GenerationWorker.run_episodes`."""
-        assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes require an environment"
-        return self.agent_loop.run(
-            self.engine,
-            problems,
-            sampling,
-            copies=responses_per_prompt,
-            seed=seed,
-            width=self.width,
-            progress=partial(self.progress, "episodes"),
-        )
-
     def continue_episodes(
         self,
         problems: Sequence[Problem],
@@ -161,7 +150,7 @@ class Sampler:
         until: Round,
         *,
         responses_per_prompt: int,
-    ) -> EpisodeBatch:
+    ) -> RolloutBatch:
         """Continue groups of episodes until enough are complete; see `GenerationWorker.continue_episodes`."""
         assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes require an environment"
         return self.agent_loop.resume_groups(

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 import tiny_runs
-from made_steps import done, problem
+from made_steps import done, episode_records, problem
 
-from jaxrlhf.batch import EpisodeBatch, EpisodeRows, Image, RolloutBatch, Scores, Sequences
+from jaxrlhf.batch import EpisodeRows, Image, RolloutBatch, Scores, Sequences
 from jaxrlhf.batching.ragged import MinibatchRows, RaggedBatch
 from jaxrlhf.config import (
     DAPO,
@@ -29,7 +29,6 @@ from jaxrlhf.config import (
 from jaxrlhf.dataflows.batches.episode_rows import side_by_side
 from jaxrlhf.dataflows.batches.minibatches import minibatches
 from jaxrlhf.dataflows.step import StepInput, value_of
-from jaxrlhf.episode import EpisodeRecord
 from jaxrlhf.trainer.evaluation import evaluate
 
 EPISODES = [[(3, 2)], [(2, 3), (4, 1)], [(1, 4)], [(5, 2), (2, 2), (3, 3)]]
@@ -47,7 +46,9 @@ def rollout_of(episodes, width=9):
         turn_BT[row, before : before + drawn] = row
     mask_BT = turn_BT >= 0
     sequences = Sequences(token_BT, length_B, mask_BT, episode_B // 2)
-    information = EpisodeRows(episode_B + 100, turn_BT, mask_BT.astype(np.float32), turn_BT.astype(np.int64))
+    record_B = episode_records(*("turns" if episode == 1 else "done" for episode in episode_B))
+    paid_BT = mask_BT.astype(np.float32)
+    information = EpisodeRows(episode_B + 100, turn_BT, paid_BT, turn_BT.astype(np.int64), record_B)
     return RolloutBatch(
         sequences, mask_BT * np.float32(-1), episode_B == 1, np.zeros(mask_BT.shape, np.int32), information
     )
@@ -124,14 +125,11 @@ class Played:
 
     def __init__(self, rollout):
         self._rollout, self.updates = rollout, []
-        self.record_E = np.empty(4, object)
-        for episode, stop in enumerate(["done", "turns", "done", "done"]):
-            self.record_E[episode] = EpisodeRecord([], [], stop)
 
-    def run_episodes(self, problems, sampling, **_):
-        return done(EpisodeBatch(self._rollout, self.record_E))
+    def generate_sequences(self, problems, sampling, **_):
+        return done(self._rollout)
 
-    def compute_episode_reward(self, problems, record_E):
+    def compute_reward(self, problems, rollout):
         score = np.float32([1, 0, 0.25, 2])
         return done(Scores(score, np.ones(4, bool), {"format": score, "format_2": score}))
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from made_steps import done
 
-from jaxrlhf.batch import EpisodeBatch, EpisodeRows, RolloutBatch, Sequences
+from jaxrlhf.batch import EpisodeRows, RolloutBatch, Sequences
 from jaxrlhf.config import Environment, Refusal
 from jaxrlhf.dataflows.batches.in_flight import EpisodesInFlight, in_flight_of
 from tests.dataflows.test_in_flight import COPIES, WANTED, Endless, config_of
@@ -17,13 +17,14 @@ def config(**changes):
     return config_of(environment=Environment(factory="made:Talks"), order="arrival", **changes)
 
 
-def batch_of(numbers, *, rows=1) -> EpisodeBatch:
+def batch_of(numbers, *, rows=1) -> RolloutBatch:
     """Groups of these prompts; every episode is of so many sequences, whose tokens are its prompt's number."""
     prompt_id_B = np.repeat(numbers, COPIES * rows).astype(np.int64)
     shape = len(prompt_id_B), WIDTH
     token_BT = np.broadcast_to(prompt_id_B[:, None], shape).astype(np.int32)
     episode_B = np.repeat([number * COPIES + copy for number in numbers for copy in range(COPIES)], rows)
-    rollout = RolloutBatch(
+    names = [f"{number}.{copy}" for number in numbers for copy in range(COPIES)]
+    return RolloutBatch(
         sequences=Sequences(token_BT, np.full(len(prompt_id_B), WIDTH, np.int32), np.ones(shape, bool), prompt_id_B),
         sampler_logp_BT=np.zeros(shape, np.float32),
         truncated_B=np.zeros(len(prompt_id_B), bool),
@@ -33,10 +34,9 @@ def batch_of(numbers, *, rows=1) -> EpisodeBatch:
             np.zeros(shape, np.int16),
             np.zeros(shape, np.float32),
             np.zeros(shape, np.int64),
+            np.repeat(np.array(names, object), rows),
         ),
     )
-    record_E = np.array([f"{number}.{copy}" for number in numbers for copy in range(COPIES)], object)
-    return EpisodeBatch(rollout, record_E)
 
 
 class Actor:
@@ -62,9 +62,9 @@ class Actor:
 def take(flight, actor, draw, step):
     chosen, batch = flight.take(actor, draw(), step=step, seed=10 + step, draw_more=draw)
     numbers = [problem.prompt_id for problem in chosen]
-    assert [*dict.fromkeys(batch.rollout.sequences.prompt_id_B.tolist())] == numbers
-    assert batch.record_E.tolist() == [f"{number}.{copy}" for number in numbers for copy in range(COPIES)]
-    assert len(batch.rollout.truncated_B) == WANTED * COPIES * actor.rows
+    assert [*dict.fromkeys(batch.sequences.prompt_id_B.tolist())] == numbers
+    assert batch.episodes.records == [f"{number}.{copy}" for number in numbers for copy in range(COPIES)]
+    assert len(batch.truncated_B) == WANTED * COPIES * actor.rows
     return numbers
 
 

@@ -1,10 +1,12 @@
 """Transfer protocols: who gets which rows, and whose results come back."""
 
 import itertools
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from made_steps import episodes_of, rollout_of
 
 from jaxrlhf.batch import Problem, Sequences
 from jaxrlhf.batching import transfer_protocol as protocols
@@ -230,6 +232,20 @@ def test_arrays_of_one_length_have_rows_and_others_none() -> None:
     assert protocols.rows_of({"a": np.zeros((3, 2)), "b": np.zeros(2)}) is None
     assert protocols.rows_of({"a": np.zeros(3), "loss": 1.5}) is None
     assert protocols.rows_of({}) is None
+
+
+def test_episodes_are_split_by_prompt_beside_problems_and_by_row_alone() -> None:
+    """The episodes of the first prompt have three rows, and the episode of the second has one."""
+    nothing_BT = np.zeros((4, 3))
+    rollout = replace(rollout_of(nothing_BT, [7, 7, 7, 9]), episodes=episodes_of(nothing_BT, nothing_BT))
+    problems = [Problem(number, "", (1,)) for number in (7, 9, 11)]
+    parts = [rows((problems[:2], rollout), part=part, parts=2) for part in (0, 1)]
+    assert [part[1].sequences.prompt_id_B.tolist() for part in parts] == [[7, 7, 7], [9]]
+    assert [len(part[1].episodes.records) for part in parts] == [3, 1]
+    assert rows((rollout,), part=0, parts=2)[0].sequences.prompt_id_B.tolist() == [7, 7]
+    assert protocols.rows_of(rollout) is None and protocols.rows_of(replace(rollout, episodes=None)) == 4
+    with pytest.raises(Refusal, match="episodes of 2 prompts and 3 rows"):
+        rows((problems, rollout), part=0, parts=3)
 
 
 def test_numbers_are_taken_from_the_first_rank() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrlhf.batch import Array, RolloutBatch, Scores
+from jaxrlhf.batch import EpisodeRows, RolloutBatch, Scores
 
 
 def side_by_side(rollout: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -23,7 +23,7 @@ def side_by_side(rollout: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     if not isinstance(rollout, RolloutBatch) or rollout.episodes is None:
         return (rollout, *values)
-    place_EK = _places(np.asarray(rollout.episodes.episode_B))
+    place_EK = _places(rollout.episodes)
     if place_EK.shape[1] == 1:
         return (rollout, *values)
     rows = len(rollout.episodes.episode_B)
@@ -46,21 +46,14 @@ def sampled_lengths(rollout: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
     length_B, truncated_B = np.asarray(rollout.sequences.mask_BT).sum(axis=1), np.asarray(rollout.truncated_B)
     if rollout.episodes is None:
         return length_B, truncated_B
-    start_E = starts_of(rollout.episodes.episode_B)
+    start_E = rollout.episodes.start_E
     return np.add.reduceat(length_B, start_E), np.logical_or.reduceat(truncated_B, start_E)
 
 
-def starts_of(episode_B: Array) -> np.ndarray:
-    """Return `start_E`, the index of each episode's first row; the rows of an episode are consecutive."""
-    return np.flatnonzero(np.diff(np.asarray(episode_B), prepend=-1))
-
-
-def _places(episode_B: np.ndarray) -> np.ndarray:
+def _places(episodes: EpisodeRows) -> np.ndarray:
     """Return `place_EK`, the row indices of each episode, padded with -1."""
-    starts = starts_of(episode_B)
-    counts_E = np.diff([*starts, len(episode_B)])
-    number_EK = np.arange(counts_E.max())[None]
-    return np.where(number_EK < counts_E[:, None], starts[:, None] + number_EK, -1)
+    number_EK = np.arange(episodes.rows_E.max())[None]
+    return np.where(number_EK < episodes.rows_E[:, None], episodes.start_E[:, None] + number_EK, -1)
 
 
 def _images_of(images_B: np.ndarray, place_EK: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrlhf.batch import KEPT, EpisodeBatch, Problem, RolloutBatch, images_of_problems
+from jaxrlhf.batch import KEPT, Problem, RolloutBatch, images_of_problems
 from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, unstarted_groups
 from jaxrlhf.batching.transfer_protocol import join
 from jaxrlhf.config import Config, Refusal
@@ -212,7 +212,7 @@ class EpisodesInFlight(InFlight):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._groups = OpenGroups.begin(0, seed=0, step=0)
-        self._over: list[EpisodeBatch | None] = []
+        self._over: list[RolloutBatch | None] = []
 
     def _start(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
         self._groups = self._groups.concat(OpenGroups.begin(len(chosen), seed=seed, step=step)).take(order)
@@ -223,14 +223,14 @@ class EpisodesInFlight(InFlight):
         how = {"sampling": self._sampling, "responses_per_prompt": self._copies, "until": until}
         arrived = actor.continue_episodes(self.problems, self._groups, **how).result()
         place_of = {problem.prompt_id: place for place, problem in enumerate(self.problems)}
-        for prompt_id, group in groups_of(arrived, self._copies).items():
+        for prompt_id, group in groups_of(arrived).items():
             self._over[place_of[prompt_id]] = group
         ended_P = np.array([group is not None for group in self._over])
         self._groups = replace(self._groups, ended_P=ended_P)
-        self._add({"staleness/sampled_tokens": float(np.sum(arrived.rollout.sequences.mask_BT))})
+        self._add({"staleness/sampled_tokens": float(np.sum(arrived.sequences.mask_BT))})
         return self._groups.started_P, ended_P
 
-    def _taken(self) -> EpisodeBatch:
+    def _taken(self) -> RolloutBatch:
         taken = [self._over[place] for place in self._free]
         for place in self._free:  # a checkpoint holds waiting groups, not this step's
             self._over[place] = None
@@ -243,7 +243,7 @@ class EpisodesInFlight(InFlight):
     def restore(self, saved: dict[str, Any]) -> None:
         for group in saved["over"]:
             if group is not None:
-                sizes = len(group.record_E), group.rollout.sequences.token_BT.shape[1], 0
+                sizes = len(group.episodes.records), group.sequences.token_BT.shape[1], 0
                 self._check_sizes(sizes, (self._copies, self._width, 0))
         super().restore(saved)
         self._groups, self._over = saved["groups"], [*saved["over"]]
@@ -256,12 +256,11 @@ def in_flight_of(config: Config) -> InFlight | None:
     return ResponsesInFlight(config) if config.environment is None else EpisodesInFlight(config)
 
 
-def groups_of(episodes: EpisodeBatch, copies: int) -> dict[int, EpisodeBatch]:
-    """Split episodes into groups of `copies` episodes, by prompt id."""
-    prompt_id_B = np.asarray(episodes.rollout.sequences.prompt_id_B)
-    found = {}
-    for index, prompt_id in enumerate(dict.fromkeys(prompt_id_B.tolist())):
-        rows = np.flatnonzero(prompt_id_B == prompt_id)
-        rollout: RolloutBatch = jax.tree.map(lambda value, rows=rows: np.asarray(value)[rows], episodes.rollout)
-        found[prompt_id] = EpisodeBatch(rollout, episodes.record_E[index * copies : (index + 1) * copies])
-    return found
+def groups_of(episodes: RolloutBatch) -> dict[int, RolloutBatch]:
+    """Split episodes into groups, by prompt id."""
+    prompt_id_B = np.asarray(episodes.sequences.prompt_id_B)
+    rows = {prompt_id: np.flatnonzero(prompt_id_B == prompt_id) for prompt_id in dict.fromkeys(prompt_id_B.tolist())}
+    return {
+        prompt_id: jax.tree.map(lambda value, own=own: np.asarray(value)[own], episodes)
+        for prompt_id, own in rows.items()
+    }

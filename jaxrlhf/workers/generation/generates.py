@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch
+from jaxrlhf.batch import Problem, RolloutBatch
 from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, worker_method
 from jaxrlhf.config import Sampling
@@ -41,7 +41,7 @@ class GenerationWorker(ABC):
         seed: int,
         versions: Sequence[int] = (),
     ) -> RolloutBatch:
-        """Sample responses, prompt-major."""
+        """Sample responses or, with an environment, run episodes that start from the problems; prompt-major."""
         with self.generating(versions) as sampler:
             return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
 
@@ -63,20 +63,6 @@ class GenerationWorker(ABC):
             return sampler.continue_sequences(problems, in_progress, sampling, until)
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def run_episodes(
-        self,
-        problems: Sequence[Problem],
-        sampling: Sampling,
-        *,
-        responses_per_prompt: int,
-        seed: int,
-        versions: Sequence[int] = (),
-    ) -> EpisodeBatch:
-        """Run episodes that start from these problems, prompt-major."""
-        with self.generating(versions) as sampler:
-            return sampler.run_episodes(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def continue_episodes(
         self,
         problems: Sequence[Problem],
@@ -86,7 +72,7 @@ class GenerationWorker(ABC):
         responses_per_prompt: int,
         until: Round,
         versions: Sequence[int] = (),
-    ) -> EpisodeBatch:
+    ) -> RolloutBatch:
         """Continue groups of episodes until enough of them are complete.
 
         Each reply is sampled by one policy. Groups that are new to this rank start their episodes; the other episodes
