@@ -86,10 +86,10 @@ class AgentLoop:
         Raises:
           Diverged: The policy's logits are not finite.
         """
-        groups = OpenGroups.begin(len(problems), seed=seed, step=0)
+        groups = OpenGroups.begin(len(problems), copies=copies, seed=seed, step=0)
         until = Round(len(problems), len(problems), due=0)
         with closing(self._open_episodes(engine, sampling)) as episodes:
-            finished = episodes.resume_groups(problems, groups, sampling, until, copies=copies, progress=progress)
+            finished = episodes.resume_groups(problems, groups, sampling, until, progress=progress)
         return self._batch(finished, width)
 
     def resume_groups(
@@ -100,7 +100,6 @@ class AgentLoop:
         sampling: Sampling,
         until: Round,
         *,
-        copies: int,
         width: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> RolloutBatch:
@@ -116,7 +115,7 @@ class AgentLoop:
             self._open = self._open_episodes(engine, sampling)
         assert self._open.engine is engine, "episodes must continue with the engine that started them"
         try:
-            finished = self._open.resume_groups(problems, groups, sampling, until, copies=copies, progress=progress)
+            finished = self._open.resume_groups(problems, groups, sampling, until, progress=progress)
         except BaseException:
             self._open = None
             raise

@@ -38,13 +38,13 @@ def new_weights(weights):
 
 
 def groups(count, *, ended=(), begun=0):
-    ended_P = np.array([number in ended for number in range(count)])
-    return OpenGroups(np.full(count, 11), np.full(count, begun), ended_P)
+    ended_B = np.repeat([number in ended for number in range(count)], COPIES)
+    return OpenGroups(np.full(count, 11), np.full(count, begun), ended_B)
 
 
 def resume(agents, engine, asked, state, *, complete=None, due=-1):
     until = Round(len(asked) if complete is None else complete, len(asked), due)
-    return agents.resume_groups(engine, asked, state, Sampling(), until, copies=COPIES, width=PROMPT + RESPONSE)
+    return agents.resume_groups(engine, asked, state, Sampling(), until, width=PROMPT + RESPONSE)
 
 
 def load(engine, weights, version):

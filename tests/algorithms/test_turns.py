@@ -22,7 +22,7 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import StepInput
-from jaxrlhf.episode import Reply
+from jaxrlhf.episode import EpisodeRecord, Reply
 
 turn_grpo, gigpo, rae = map(load_module, ("turn_grpo", "gigpo", "rae"))
 MASK = np.arange(5) < np.array([3, 2, 4, 1, 2, 5])[:, None]
@@ -105,7 +105,7 @@ def test_self_play_has_a_baseline_for_each_game_and_player():
     paid = np.zeros(MASK.shape, np.float32)
     paid[0, 0], paid[2, 1], paid[5, 4] = 1, 2, -1
     games = [0, 1, 0, 0, 1, 1]
-    record_B = np.array([SimpleNamespace(environment=game) for game in games])
+    record_B = np.array([EpisodeRecord([], [], "done", game) for game in games])
     rows = episodes_of(turn, paid, record_B=record_B)
     rollout = replace(rollout_of(MASK, [0, 0, 0, 1, 1, 1]), episodes=rows)
     scores = Scores(np.float32([1, 0, 2, 0, 3, -1]), np.array([True] * 5 + [False]), {})
