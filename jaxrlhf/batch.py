@@ -246,6 +246,12 @@ class RolloutBatch:
     version_BT: Array
     episodes: EpisodeRows | None = None
 
+    @classmethod
+    def unsampled(cls, sequences: Sequences) -> "RolloutBatch":
+        """Return sequences of which no policy sampled a token."""
+        shape = np.shape(sequences.token_BT)
+        return cls(sequences, np.zeros(shape, np.float32), np.zeros(shape[0], bool), np.full(shape, -1, np.int32))
+
 
 @struct.dataclass
 class Scores:

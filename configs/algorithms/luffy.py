@@ -101,10 +101,7 @@ def solutions_of(problems: Sequence[Problem], config: Config, *, each: int) -> R
         for problem, solutions in zip(problems, own, strict=True)
         for one in solutions[:each]
     ]
-    width = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    sequences = with_solutions(problems, width=width)
-    zeros = np.zeros(sequences.mask_BT.shape, np.float32)
-    return RolloutBatch(sequences, zeros, np.zeros(len(problems), bool), np.full(zeros.shape, -1, np.int32))
+    return RolloutBatch.unsampled(with_solutions(problems, width=config.rollout.width))
 
 
 def prepare(

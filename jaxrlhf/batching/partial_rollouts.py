@@ -4,7 +4,7 @@ Source: APRIL, active partial rollouts (Zhou et al. 2025, arXiv:2509.18521).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -97,24 +97,17 @@ class OpenGroups:
 
 
 def prompts_alone(prompts: Sequence[Problem], *, width: int, most_kept: int = 0) -> RolloutBatch:
-    """Return left-aligned arrays of `width` columns with one prompt per row and no response yet."""
-    shape = len(prompts), width
-    token_BT, length_B = np.zeros(shape, np.int32), np.zeros(len(prompts), np.int32)
-    for row, problem in enumerate(prompts):
-        length_B[row] = end = len(problem.prompt_tokens)
-        token_BT[row, :end] = problem.prompt_tokens
-    return RolloutBatch(
-        sequences=Sequences(
-            token_BT,
-            length_B,
-            np.zeros(shape, bool),
-            np.array([problem.prompt_id for problem in prompts], np.int64),
-            recorded={KEPT: np.full((*shape, most_kept), -1, np.int32)} if most_kept else {},
-        ),
-        sampler_logp_BT=np.zeros(shape, np.float32),
-        truncated_B=np.zeros(len(prompts), bool),
-        version_BT=np.full(shape, -1, np.int32),
-    )
+    """Return left-aligned arrays of `width` columns with one prompt per row and no response yet.
+
+    Args:
+      most_kept: K, maximum number of recorded candidates of a sampled token; 0 records none.
+    """
+    tokens, ids = [problem.prompt_tokens for problem in prompts], [problem.prompt_id for problem in prompts]
+    sequences = Sequences.of(tokens, [()] * len(prompts), ids, width=width)
+    if most_kept:
+        kept_BTK = np.full((len(prompts), width, most_kept), -1, np.int32)
+        sequences = replace(sequences, recorded={KEPT: kept_BTK})
+    return RolloutBatch.unsampled(sequences)
 
 
 def append(rollout: RolloutBatch, row: int, tokens: Sequence[int], logps: Sequence[float], *, version: int) -> slice:
