@@ -3,6 +3,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import built_workers
 import jax
 import numpy as np
 import pytest
@@ -36,8 +37,6 @@ from jaxrlhf.dataflows.collect import responses
 from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.models.attention import attention_xla
 from jaxrlhf.models.attention.score_mod import SharedTokens
-from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.pool_roles import stop_tokens
 
 pytestmark = pytest.mark.usefixtures("programs")  # workers are built again and again of the same ones
@@ -68,9 +67,7 @@ def config(*, layout: Layout | None = None, tokens: int = 2048, devices: int = 1
 
 def build(settings: Config, *, roles=ROLES, tokenizer=None):
     """The builder of one pool, and the workers by role."""
-    pool = ResourcePool("all", tuple(jax.devices()[: settings.devices]))
-    builder = Builder(settings, tokenizer or embedded_tokenizer(), pool, roles, progress=lambda *_: None)
-    return builder, builder.workers(Phase(settings, roles, total_updates=1))
+    return built_workers.build(settings, *roles, tokenizer=tokenizer)
 
 
 def experience(seed: int = 0, *, rows: int = 16, width: int = 72) -> Experience:
