@@ -165,7 +165,8 @@ class Sequences:
         side (those of an episode), each in T / k columns.
       mask_BT: bool, tokens to train on.
       prompt_id_B: int64 group key.
-      images_B: object array with a tuple of `Image`s per sequence, of the shape of `length_B`; None without images.
+      images_B: object array with a tuple of `Image`s for each sequence, also if several are side by side in a row;
+        None without images.
       recorded: Columns that the sampler recorded, by name, integers `[B, T, ...]`; -1 where nothing was recorded.
         `routing`: int16 `[B, T, L, k]`, the k experts of each token in each layer. `kept`: int32 `[B, T, K]`, ids of
         the candidates that a token was sampled from, padded with -1; all -1 is the whole vocabulary.
@@ -246,9 +247,13 @@ class RolloutBatch:
     version_BT: Array
     episodes: EpisodeRows | None = None
 
+    def take(self, rows: np.ndarray | slice) -> "RolloutBatch":
+        """Return some of the rows."""
+        return jax.tree.map(lambda value: np.asarray(value)[rows], self)
+
     @classmethod
     def unsampled(cls, sequences: Sequences) -> "RolloutBatch":
-        """Return sequences of which no policy sampled a token."""
+        """Return a rollout of sequences without sampled tokens, such as prompts or worked solutions."""
         shape = np.shape(sequences.token_BT)
         return cls(sequences, np.zeros(shape, np.float32), np.zeros(shape[0], bool), np.full(shape, -1, np.int32))
 

@@ -88,8 +88,8 @@ class OpenGroups:
         """Return the groups at these indices."""
         places = np.asarray(groups, np.int64)
         rows = (places[:, None] * self.copies + np.arange(self.copies)).ravel()
-        ended_B, rollout = jax.tree.map(lambda value: np.asarray(value)[rows], (self.ended_B, self.rollout))
-        return OpenGroups(self.seed_P[places], self.started_P[places], ended_B, rollout)
+        rollout = None if self.rollout is None else self.rollout.take(rows)
+        return OpenGroups(self.seed_P[places], self.started_P[places], self.ended_B[rows], rollout)
 
     def concat(self, other: "OpenGroups") -> "OpenGroups":
         """Return these groups followed by the other's."""

@@ -52,12 +52,11 @@ class RaggedBatch:
         length = np.asarray(sequences.length_B)
         there_BK = _has_sequence(length)
         arrays = {"token": sequences.token_BT, "mask": sequences.mask_BT, "recorded": dict(sequences.recorded)}
-        images = sequences.images_B
         return cls(
             _offsets(length.reshape(there_BK.shape)[there_BK]),
             jax.tree.map(lambda array: without_padding(array, length), arrays | columns),
             np.repeat(np.asarray(sequences.prompt_id_B), there_BK.sum(axis=1)),
-            None if images is None else images.reshape(there_BK.shape)[there_BK],
+            sequences.images_B,
             width=np.shape(sequences.token_BT)[1] // there_BK.shape[1],
         )
 

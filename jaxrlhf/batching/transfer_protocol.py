@@ -160,7 +160,7 @@ def rows(arguments: tuple[Any, ...], *, part: int, parts: int) -> tuple[Any, ...
         first, last = ends[start], ends[stop]
         if isinstance(leaf, RemoteValue):
             return leaf.load_rows(first, last)
-        return jax.tree.map(lambda array: array[first:last], leaf) if _is_episodes(leaf) else leaf[first:last]
+        return leaf.take(slice(first, last)) if _is_episodes(leaf) else leaf[first:last]
 
     return jax.tree.map(cut, arguments, is_leaf=_is_batch)
 

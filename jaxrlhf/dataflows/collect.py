@@ -14,7 +14,6 @@ from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
 from jaxrlhf.batching.transfer_protocol import join
 from jaxrlhf.config import Algorithm, Config, PolicyGradient, Refusal, Sampling
 from jaxrlhf.dataflows.batches.episodes import episode_metrics, scored_episodes
-from jaxrlhf.dataflows.batches.in_flight import InFlight
 from jaxrlhf.dataflows.batches.scored import ScoredRollout, means_of_groups
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, value_of
 
@@ -43,20 +42,14 @@ def respond(
     their problems.
     """
     settings = work.config.rollout
-    if sampling is None and responses_per_prompt is None and work.in_flight is not None:
-        return resume_groups(roles, work, work.in_flight, problems)
+    if sampling is None and responses_per_prompt is None and (groups := work.in_flight) is not None:
+        assert work.draw_more is not None
+        step, seed, draw_more = work.index, work.seed, work.draw_more
+        chosen, sampled = groups.take(roles.actor, problems, step=step, seed=seed, draw_more=draw_more)
+        return score(roles, work.config, chosen, sampled)
     copies = responses_per_prompt or settings.responses_per_prompt
     sampling = sampling or settings.sampling
     return generate_and_score(roles, work.config, problems, sampling, responses_per_prompt=copies, seed=work.seed)
-
-
-def resume_groups(
-    roles: Roles, work: StepInput[Algorithm], in_flight: InFlight, problems: Sequence[Problem]
-) -> ScoredRollout:
-    """Start groups for these problems, and return complete groups, scored; they may have started in earlier steps."""
-    assert work.draw_more is not None
-    chosen, sampled = in_flight.take(roles.actor, problems, step=work.index, seed=work.seed, draw_more=work.draw_more)
-    return score(roles, work.config, chosen, sampled)
 
 
 def generate_and_score(
@@ -119,12 +112,11 @@ class PromptGroups:
         """Return the groups at these indices."""
         chosen = [self.problems[index] for index in groups]
         responses = (groups[:, None] * self.copies + np.arange(self.copies)).ravel()
-        starts = {prompt: np.flatnonzero(self.rollout.sequences.prompt_id_B == prompt) for prompt in ids_of(chosen)}
-        rows = np.concatenate([starts[prompt] for prompt in ids_of(chosen)]) if chosen else np.zeros(0, int)
-        rollout = jax.tree.map(lambda value: np.asarray(value)[rows], self.rollout)
+        prompt_id_B = np.asarray(self.rollout.sequences.prompt_id_B)
+        rows = np.concatenate([np.zeros(0, int), *(np.flatnonzero(prompt_id_B == own) for own in ids_of(chosen))])
         of_responses = self.scores, self.trained_B
         scores, trained_B = jax.tree.map(lambda value: np.asarray(value)[responses], of_responses)
-        return PromptGroups(chosen, rollout, scores, self.informative_P[groups], trained_B)
+        return PromptGroups(chosen, self.rollout.take(rows), scores, self.informative_P[groups], trained_B)
 
     def for_step(self, prompts: int) -> ScoredRollout:
         """Return `prompts` groups, informative groups first; other groups fill up the batch and are not trained on."""

@@ -6,9 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-import numpy as np
-
 from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import Algorithm, Config, Refusal, function_of
 from jaxrlhf.data import Loader
@@ -154,4 +151,4 @@ def _first_rows(collected: ScoredRollout, responses: int, config: Config) -> Any
         start_E = rollout.episodes.start_E
         responses = int(start_E[responses]) if responses < len(start_E) else len(rollout.truncated_B)
     count = responses if config.cluster is None else max(responses, config.rollout.prompts_per_step)
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[:count], rollout)
+    return rollout.take(slice(count))

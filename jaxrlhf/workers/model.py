@@ -137,7 +137,7 @@ class ModelWorker:
           adapters: Adapters to use instead of the trained ones; an empty tree uses the frozen parameters alone.
           wanted: Result to return; see `Wanted`.
         """
-        batch = RaggedBatch.of(sequences)
+        batch = RaggedBatch.of(replace(sequences, recorded=self._recorded(sequences.recorded)))
         packing, tokens = self.pack(batch), len(batch.columns["token"])
         scale = np.float32(temperature)
         outputs = []
@@ -174,12 +174,10 @@ class ModelWorker:
           together: Number of consecutive sequences that go into one row, at most `ModelSetup.together`.
         """
         _, parts = self.place.part(BATCH_AXES)
-        read = {ROUTING: self.replays_routing, KEPT: self.keeps_sampled}
-        recorded = {name: column for name, column in batch.columns["recorded"].items() if read.get(name)}
         vision = self.config.vision
         linear = isinstance(self.config, CausalLM) or self.config.linear is not None
         return Packing(
-            replace(batch, columns={**batch.columns, "recorded": recorded}),
+            replace(batch, columns=batch.columns | {"recorded": self._recorded(batch.columns["recorded"])}),
             rows=self._rows,
             row_tokens=self._row_tokens,
             devices=self.row_shards // parts,
@@ -196,6 +194,11 @@ class ModelWorker:
             patch_room=self._patch_room,
             agree=most_of_all_hosts,
         )
+
+    def _recorded(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the recorded columns that this model reads."""
+        read = {ROUTING: self.replays_routing, KEPT: self.keeps_sampled}
+        return {name: column for name, column in columns.items() if read.get(name)}
 
     def take_metrics(self) -> Metrics:
         """Return the cost of moves between device and host since the last call; empty if nothing is offloaded."""

@@ -35,8 +35,8 @@ def side_by_side(rollout: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
 
     sequences = rollout.sequences
     length_EK = np.where(place_EK < 0, 0, np.asarray(sequences.length_B)[place_EK])
-    images_EK = None if sequences.images_B is None else _images_of(sequences.images_B, place_EK)
-    whole = replace(joined(rollout), sequences=replace(joined(sequences), length_B=length_EK, images_B=images_EK))
+    images_B = sequences.images_B  # of each sequence still
+    whole = replace(joined(rollout), sequences=replace(joined(sequences), length_B=length_EK, images_B=images_B))
     truncated_EK = np.where(place_EK < 0, False, np.asarray(rollout.truncated_B)[place_EK])
     return (replace(whole, truncated_B=truncated_EK.any(axis=1)), *(joined(value) for value in values))
 
@@ -54,14 +54,6 @@ def _places(episodes: EpisodeRows) -> np.ndarray:
     """Return `place_EK`, the row indices of each episode, padded with -1."""
     number_EK = np.arange(episodes.rows_E.max())[None]
     return np.where(number_EK < episodes.rows_E[:, None], episodes.start_E[:, None] + number_EK, -1)
-
-
-def _images_of(images_B: np.ndarray, place_EK: np.ndarray) -> np.ndarray:
-    """Return the images of each sequence of each episode; padding has none."""
-    images_EK = np.empty(place_EK.shape, object)
-    for place in np.ndindex(place_EK.shape):
-        images_EK[place] = images_B[place_EK[place]] if place_EK[place] >= 0 else ()
-    return images_EK
 
 
 def _joined(leaf: np.ndarray, place_EK: np.ndarray, rows: int) -> np.ndarray:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrlhf.batch import KEPT, Problem, RolloutBatch, Sequences, images_of_problems
@@ -203,8 +202,5 @@ class InFlight:
 def groups_of(episodes: RolloutBatch) -> dict[int, RolloutBatch]:
     """Split episodes into groups, by prompt id."""
     prompt_id_B = np.asarray(episodes.sequences.prompt_id_B)
-    rows = {prompt_id: np.flatnonzero(prompt_id_B == prompt_id) for prompt_id in dict.fromkeys(prompt_id_B.tolist())}
-    return {
-        prompt_id: jax.tree.map(lambda value, own=own: np.asarray(value)[own], episodes)
-        for prompt_id, own in rows.items()
-    }
+    numbers = dict.fromkeys(prompt_id_B.tolist())
+    return {prompt_id: episodes.take(np.flatnonzero(prompt_id_B == prompt_id)) for prompt_id in numbers}
