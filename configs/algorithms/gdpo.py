@@ -58,8 +58,9 @@ def learn(roles: Roles, work: StepInput["GDPO"], batch: ScoredRollout) -> StepRe
     def advantage(returns: grpo.Returns) -> Array:
         weighted = {name: weight for name, weight in weights.items() if weight}
         part_KB = np.stack([value_of(batch.scores).parts[name] for name in weighted])
-        if environment is not None and batch.record_E is not None:
-            part_KB = np.where(truncated_with(environment, list(batch.record_E), "zero"), 0, part_KB)
+        if environment is not None:
+            records = value_of(batch.rollout).episodes.records
+            part_KB = np.where(truncated_with(environment, records, "zero"), 0, part_KB)
         return decoupled(part_KB, np.array([*weighted.values()]), returns.scorable_B, returns.prompt_id_B)
 
     return grpo.learn(roles, work, batch, advantage)

@@ -27,7 +27,7 @@ from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatche
 from jaxrlhf.dataflows.batches.rollout_metrics import flat_groups, rollout_metrics
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.collect import respond
-from jaxrlhf.dataflows.sft import supervised_batch, unsampled
+from jaxrlhf.dataflows.sft import unsampled, with_solutions
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
 
@@ -101,10 +101,7 @@ def solutions_of(problems: Sequence[Problem], config: Config, *, each: int) -> R
         for problem, solutions in zip(problems, own, strict=True)
         for one in solutions[:each]
     ]
-    width = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    sequences = supervised_batch(problems, width=width).sequences
-    zeros = np.zeros(sequences.mask_BT.shape, np.float32)
-    return RolloutBatch(sequences, zeros, np.zeros(len(problems), bool), np.full(zeros.shape, -1, np.int32))
+    return RolloutBatch.unsampled(with_solutions(problems, width=config.rollout.width))
 
 
 def prepare(

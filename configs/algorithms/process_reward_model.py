@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from jaxrlhf import algos
-from jaxrlhf.batch import Array, Experience, Problem, Sequences
+from jaxrlhf.batch import Array, Problem, Sequences, padded_rows
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import (
     Algorithm,
     Config,
@@ -80,18 +81,18 @@ def step_experience(problems: Sequence[Problem], config: Config) -> Experience:
 
     A critic values the prefix before a position, so the value there judges the step.
     """
-    count, width = len(problems), config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    token_BT, length_B = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
-    mask_BT, label_BT = np.zeros((count, width), bool), np.zeros((count, width), np.float32)
-    for row, problem in enumerate(problems):
+    tokens, labels, width = list[Sequence[int]](), list[np.ndarray](), config.rollout.width
+    for problem in problems:
         assert isinstance(problem, LabelledSteps), "check() refuses other problems"
-        start, end = len(problem.prompt_tokens), len(problem.prompt_tokens) + len(problem.solution_tokens)
-        token_BT[row, :end] = (*problem.prompt_tokens, *problem.solution_tokens)
-        places = start + np.array(problem.step_ends)
-        mask_BT[row, places], label_BT[row, places], length_B[row] = True, problem.step_labels, end + 1
-    prompt_id_B = np.array([problem.prompt_id for problem in problems], np.int64)
-    weight_BT = mask_BT.astype(np.float32) / mask_BT.sum()
-    return Experience(Sequences(token_BT, length_B, mask_BT, prompt_id_B), weight_BT, {"label": label_BT})
+        tokens.append((*problem.prompt_tokens, *problem.solution_tokens, 0))
+        label_T = np.full(len(tokens[-1]), np.nan, np.float32)
+        label_T[len(problem.prompt_tokens) + np.array(problem.step_ends)] = problem.step_labels
+        labels.append(label_T)
+    judged = [np.isfinite(label_T).tolist() for label_T in labels]
+    sequences = Sequences.of(tokens, judged, [problem.prompt_id for problem in problems], width=width)
+    label_BT = np.nan_to_num(padded_rows(labels, width=width, dtype=np.float32))
+    weight_BT = sequences.mask_BT.astype(np.float32) / sequences.mask_BT.sum()
+    return Experience.of(sequences, weight_BT, {"label": label_BT})
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jaxrlhf.config.refusal import require
 from jaxrlhf.config.settings import Share
 from jaxrlhf.dataflows import grpo
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
-from jaxrlhf.dataflows.step import Roles, StepInput, StepResult
+from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, value_of
 
 
 def player_gains(
@@ -41,8 +41,8 @@ def learn(roles: Roles, work: StepInput["RAE"], batch: ScoredRollout) -> StepRes
 
     Source: Liu et al. 2025 (SPIRAL, arXiv:2506.24119), section 3.3, with the mean over a step's episodes of a game.
     """
-    assert batch.record_E is not None, "check() refuses a run without an environment"
-    game_E, baselines = np.array([record.environment for record in batch.record_E]), dict[str, float]()
+    records = value_of(batch.rollout).episodes.records
+    game_E, baselines = np.array([record.environment for record in records]), dict[str, float]()
 
     def advantage(returns: grpo.Returns) -> Array:
         assert returns.episodes is not None

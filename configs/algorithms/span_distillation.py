@@ -185,13 +185,12 @@ class Teacher(ModelWorker):
         mask_BT, longest = np.asarray(rollout.sequences.mask_BT), self.setup.longest_response
         spans = empty_spans(rollout)
         prompts, responses = self._retokenized(problems, rollout)
-        token_BT = np.zeros((len(mask_BT), self.setup.width), np.int32)
-        chosen_BT, length_B = np.zeros(token_BT.shape, bool), np.zeros(len(mask_BT), np.int32)
-        for row, (prompt, own) in enumerate(zip(prompts, responses, strict=True)):
-            tokens = [*prompt, *own.tokens[:longest]]
-            length_B[row], token_BT[row, : len(tokens)] = len(tokens), tokens
-            chosen_BT[row, len(prompt) : len(tokens)] = True
-        sequences = Sequences(token_BT, length_B, chosen_BT, np.asarray(rollout.sequences.prompt_id_B))
+        answers = [own.tokens[:longest] for own in responses]
+        tokens = [(*prompt, *answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        masks = [[False] * len(prompt) + [True] * len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        ids = np.asarray(rollout.sequences.prompt_id_B).tolist()
+        sequences = Sequences.of(tokens, masks, ids, width=self.setup.width)
+        chosen_BT = np.asarray(sequences.mask_BT)
         output: TokenOutput = self.forward(sequences, temperature=self.setup.temperature, **how)
         for row, own in enumerate(responses):
             span_S, sum_S = own.sums(np.asarray(output.logp)[row, chosen_BT[row]])

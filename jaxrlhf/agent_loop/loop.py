@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from jaxrlhf.agent_loop.episode_run import EpisodeLimits, EpisodeRun
 from jaxrlhf.agent_loop.open_episodes import OpenEpisodes
 from jaxrlhf.agent_loop.recorded import Finished
-from jaxrlhf.agent_loop.rows import to_episode_batch
-from jaxrlhf.batch import EpisodeBatch, Problem
+from jaxrlhf.agent_loop.rows import episodes_to_rollout
+from jaxrlhf.batch import Problem, RolloutBatch
 from jaxrlhf.batching.partial_rollouts import OpenGroups, Round
 from jaxrlhf.config import Agent, AnyEnvironment, Refusal, Sampling
 from jaxrlhf.config.environments import choice, choices
@@ -74,7 +74,7 @@ class AgentLoop:
         seed: int,
         width: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> EpisodeBatch:
+    ) -> RolloutBatch:
         """Run `copies` episodes of each problem to their end.
 
         Args:
@@ -86,10 +86,10 @@ class AgentLoop:
         Raises:
           Diverged: The policy's logits are not finite.
         """
-        groups = OpenGroups.begin(len(problems), seed=seed, step=0)
+        groups = OpenGroups.begin(len(problems), copies=copies, seed=seed, step=0)
         until = Round(len(problems), len(problems), due=0)
         with closing(self._open_episodes(engine, sampling)) as episodes:
-            finished = episodes.resume_groups(problems, groups, sampling, until, copies=copies, progress=progress)
+            finished = episodes.resume_groups(problems, groups, sampling, until, progress=progress)
         return self._batch(finished, width)
 
     def resume_groups(
@@ -100,10 +100,9 @@ class AgentLoop:
         sampling: Sampling,
         until: Round,
         *,
-        copies: int,
         width: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> EpisodeBatch:
+    ) -> RolloutBatch:
         """Continue groups of episodes until enough groups are complete; start groups that are new.
 
         All calls must pass the same engine; its weights may change between two calls. Open groups that are missing in
@@ -116,7 +115,7 @@ class AgentLoop:
             self._open = self._open_episodes(engine, sampling)
         assert self._open.engine is engine, "episodes must continue with the engine that started them"
         try:
-            finished = self._open.resume_groups(problems, groups, sampling, until, copies=copies, progress=progress)
+            finished = self._open.resume_groups(problems, groups, sampling, until, progress=progress)
         except BaseException:
             self._open = None
             raise
@@ -132,8 +131,8 @@ class AgentLoop:
         limits = [asyncio.Semaphore(one.in_flight or _NO_BOUND) for one in choices(self.environment)]
         return OpenEpisodes(self._episode, limits, engine, partial(self._server, sampling=sampling))
 
-    def _batch(self, finished: Sequence[Finished], width: int) -> EpisodeBatch:
-        return to_episode_batch(finished, width=width, sees=self.format.reader is not None)
+    def _batch(self, finished: Sequence[Finished], width: int) -> RolloutBatch:
+        return episodes_to_rollout(finished, width=width, sees=self.format.reader is not None)
 
     @contextmanager
     def _server(self, service: EngineService, sampling: Sampling) -> Iterator[SessionBook | None]:

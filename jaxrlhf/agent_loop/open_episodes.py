@@ -74,7 +74,6 @@ class OpenEpisodes:
         sampling: Sampling,
         until: Round,
         *,
-        copies: int,
         progress: Callable[[int, int], None],
     ) -> list[Finished]:
         """Continue groups of episodes until enough groups are complete; start groups that are new.
@@ -89,7 +88,7 @@ class OpenEpisodes:
         Raises:
           Diverged: The policy's logits are not finite. All open episodes are dropped.
         """
-        asked = self._round(problems, groups, sampling, until, copies, progress)
+        asked = self._round(problems, groups, sampling, until, progress)
         future = asyncio.run_coroutine_threadsafe(asked, self._events)
         try:
             return future.result()
@@ -114,12 +113,12 @@ class OpenEpisodes:
         groups: OpenGroups,
         sampling: Sampling,
         until: Round,
-        copies: int,
         progress: Callable[[int, int], None],
     ) -> list[Finished]:
+        copies, before_P = groups.copies, groups.complete_P
         keys = [(problem.prompt_id, step) for problem, step in zip(problems, groups.started_P.tolist(), strict=True)]
         assert len({*keys}) == len(keys), "a problem is there twice, but its episodes form one group; pass it once"
-        open_keys = [key for key, ended in zip(keys, groups.ended_P.tolist(), strict=True) if not ended]
+        open_keys = [key for key, ended in zip(keys, before_P.tolist(), strict=True) if not ended]
         await self._drop([key for key in self._groups if key not in {*open_keys}])
         for problem, key, seed in zip(problems, keys, groups.seed_P.tolist(), strict=True):
             if key in {*open_keys} and key not in self._groups:
@@ -127,9 +126,9 @@ class OpenEpisodes:
 
         def enough() -> bool:
             over = {key for key, group in self._groups.items() if group.over}
-            complete_P = groups.ended_P | np.array([key in over for key in keys], bool)
+            complete_P = before_P | np.array([key in over for key in keys], bool)
             done = sum(task.done() for group in self._groups.values() for task in group.tasks)
-            progress(copies * int(groups.ended_P.sum()) + done, copies * len(problems))
+            progress(copies * int(before_P.sum()) + done, copies * len(problems))
             return until.over(complete_P, groups.started_P)
 
         self._each(EpisodeRun.start_clock)

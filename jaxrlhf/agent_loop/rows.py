@@ -6,56 +6,44 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrlhf.agent_loop.recorded import Finished
-from jaxrlhf.batch import EpisodeBatch, EpisodeRows, RolloutBatch, Sequences
+from jaxrlhf.batch import EpisodeRows, RolloutBatch, Sequences, padded_rows
 from jaxrlhf.conversations.conversation import TokenSequence
 from jaxrlhf.episode import TRUNCATIONS
 
 
-def to_episode_batch(finished: Sequence[Finished], *, width: int, sees: bool = False) -> EpisodeBatch:
+def episodes_to_rollout(finished: Sequence[Finished], *, width: int, sees: bool = False) -> RolloutBatch:
     """Convert the sequences of episodes to left-aligned arrays of `width` columns, grouped by episode.
 
     Args:
       sees: True if the policy accepts images, even if these episodes have none.
     """
     rows = [(episode, sequence) for episode in finished for sequence in _sequences(episode, width)]
-    count = len(rows)
-    token_BT, mask_BT = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
-    logp_BT, reward_BT = np.zeros((count, width), np.float32), np.zeros((count, width), np.float32)
-    turn_BT, anchor_BT = np.full((count, width), -1, np.int16), np.full((count, width), -1, np.int64)
-    version_BT = np.full((count, width), -1, np.int32)
+    turn_BT, version_BT = (
+        padded_rows([getattr(sequence, name) for _, sequence in rows], width=width, dtype=dtype, padding=-1)
+        for name, dtype in (("turn", np.int16), ("version", np.int32))
+    )
+    reward_BT, anchor_BT = np.zeros(turn_BT.shape, np.float32), np.full(turn_BT.shape, -1, np.int64)
+    images_B, record_B = np.empty(len(rows), object), np.empty(len(rows), object)
     for row, (episode, sequence) in enumerate(rows):
-        span = slice(len(sequence.tokens))
-        token_BT[row, span], mask_BT[row, span] = sequence.tokens, sequence.mask
-        logp_BT[row, span], turn_BT[row, span] = sequence.logps, sequence.turn
-        version_BT[row, span] = sequence.version
+        images_B[row], record_B[row] = sequence.images, episode.record
         anchors = np.array([-1 if state is None else _number(state) for state in episode.states], np.int64)
         for turn in np.unique(turn_BT[row][turn_BT[row] >= 0]).tolist():
             places = np.flatnonzero(turn_BT[row] == turn)
             reward_BT[row, places[-1]] = episode.rewards[turn]
             anchor_BT[row, places] = anchors[turn]
-    images_B = np.empty(count, object) if sees else None
-    if images_B is not None:
-        for row, (_, sequence) in enumerate(rows):
-            images_B[row] = sequence.images
-    record_E = np.empty(len(finished), object)
-    record_E[:] = [episode.record for episode in finished]
-    return EpisodeBatch(
-        RolloutBatch(
-            sequences=Sequences(
-                token_BT,
-                np.array([len(sequence.tokens) for _, sequence in rows], np.int32),
-                mask_BT,
-                np.array([episode.problem.prompt_id for episode, _ in rows], np.int64),
-                images_B=images_B,
-            ),
-            sampler_logp_BT=logp_BT,
-            truncated_B=np.array([episode.record.stop in TRUNCATIONS for episode, _ in rows]),
-            version_BT=version_BT,
-            episodes=EpisodeRows(
-                np.array([episode.episode for episode, _ in rows], np.int64), turn_BT, reward_BT, anchor_BT
-            ),
+    episode_B = np.array([episode.episode for episode, _ in rows], np.int64)
+    return RolloutBatch(
+        sequences=Sequences.of(
+            [sequence.tokens for _, sequence in rows],
+            [sequence.mask for _, sequence in rows],
+            [episode.problem.prompt_id for episode, _ in rows],
+            width=width,
+            images_B=images_B if sees else None,
         ),
-        record_E,
+        sampler_logp_BT=padded_rows([sequence.logps for _, sequence in rows], width=width, dtype=np.float32),
+        truncated_B=np.array([episode.record.stop in TRUNCATIONS for episode, _ in rows], bool),
+        version_BT=version_BT,
+        episodes=EpisodeRows(episode_B, turn_BT, reward_BT, anchor_BT, record_B),
     )
 
 

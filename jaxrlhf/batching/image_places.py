@@ -10,7 +10,7 @@ from jaxrlhf.models.config import Vision
 from jaxrlhf.models.vision.rows import ImageRows, Pixels, RowLayout, StripShape, mrope_positions
 
 Pack = Callable[[np.ndarray], np.ndarray]
-"""Function from a `[B, T, ...]` array to `[microbatches, R, W, ...]`."""
+"""Function from a `[tokens, ...]` array to `[microbatches, R, W, ...]`."""
 
 _SIZES = 8
 """Number of capacities between powers of two; a capacity only grows during a run."""
@@ -52,19 +52,16 @@ class ImagePlaces:
         room[:] = [StripShape(strips, patches)]
         self._layout = RowLayout(vision, images_R, room[0])
 
-    def rows(self, length_B: np.ndarray, width: int, pack: Pack, pixels: Pixels, *, each: int) -> Iterator[ImageRows]:
+    def rows(self, length_B: np.ndarray, pack: Pack, pixels: Pixels, *, each: int) -> Iterator[ImageRows]:
         """Yield the images of each microbatch.
 
         Args:
-          width: T, number of columns of the arrays that `pack` takes.
           each: Number of packed rows of a microbatch.
         """
-        shape = len(length_B), width
-        feature_BT, block_BT = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
-        mrope_position_BT3 = np.zeros((*shape, 3))
-        for b, (images, length) in enumerate(zip(self._images_B, length_B.tolist(), strict=True)):
-            feature_BT[b, :length], block_BT[b, :length] = self._layout.tokens(int(self._row_B[b]), images, length)
-            mrope_position_BT3[b, :length] = mrope_positions(self._vision, images, length)
-        tables = pack(feature_BT + 1) - 1, pack(block_BT), pack(mrope_position_BT3.astype(np.int32))  # -1 in padding
+        whole = [*zip(self._row_B.tolist(), self._images_B, length_B.tolist(), strict=True)]
+        tokens = [self._layout.tokens(row, images, length) for row, images, length in whole]
+        feature, block = (np.concatenate(parts).astype(np.int32) for parts in zip(*tokens, strict=True))
+        position = np.concatenate([mrope_positions(self._vision, images, length) for _, images, length in whole])
+        tables = pack(feature + 1) - 1, pack(block), pack(position.astype(np.int32))  # -1 in padding
         for index, own in enumerate(zip(*tables, strict=True)):
             yield self._layout.rows(range(index * each, (index + 1) * each), pixels, *own)

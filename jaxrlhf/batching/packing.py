@@ -3,7 +3,7 @@
 Sequences are placed first-fit by decreasing length; a row holds several, separated by segment ids. Responses to one
 prompt may share it: the row then holds the prompt once. Attention either sees each sequence whole, in attention rows,
 or runs on the packed row with the prompt and sequence of each token. The position of a token in a row does not affect
-its results, so callers do not see the packing: arrays go in and come back as `[B, T]`.
+its results, so callers do not see the packing: columns of tokens go in and come back in the order of the sequences.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from flax import struct
 
-from jaxrlhf.batch import Array, Sequences
+from jaxrlhf.batch import Array
 from jaxrlhf.batching.attention_rows import AttentionPlaces
 from jaxrlhf.batching.image_places import ImagePlaces
 from jaxrlhf.batching.microbatch import (
@@ -26,6 +26,7 @@ from jaxrlhf.batching.microbatch import (
     sizes_of,
 )
 from jaxrlhf.batching.placed_units import place_units
+from jaxrlhf.batching.ragged import RaggedBatch
 from jaxrlhf.batching.shared_prompts import shared_prefixes
 from jaxrlhf.models.attention.attention_xla import SharedTokens
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix
@@ -58,18 +59,18 @@ class PackedBatch:
     recorded: Mapping[str, Array] = field(default_factory=dict)
 
 
-def _worth_sharing(sequences: Sequences, shared_B: np.ndarray) -> bool:
+def _worth_sharing(batch: RaggedBatch, shared_B: np.ndarray) -> bool:
     """Return True if prompts have at least two responses on average, and sharing prompts saves enough tokens."""
-    copies_B = np.unique(np.asarray(sequences.prompt_id_B), return_inverse=True, return_counts=True)
+    copies_B = np.unique(batch.prompt_id_B, return_inverse=True, return_counts=True)
     prompts, saved = len(copies_B[0]), (shared_B * (1 - 1 / copies_B[2][copies_B[1]])).sum()
-    return bool(2 * prompts <= len(shared_B) and saved >= WORTH_SHARING * np.sum(sequences.length_B))
+    return bool(2 * prompts <= len(shared_B) and saved >= WORTH_SHARING * batch.offset_B[-1])
 
 
 class Packing:
     """Positions of a batch's tokens in microbatches of rows.
 
     Args:
-      sequences: Sequences of this process, in arrays as wide as the maximum sequence length.
+      batch: Sequences of this process, whose `width` is the maximum sequence length.
       rows: Maximum number of rows of a microbatch on one device.
       row_tokens: Number of columns of a row, a multiple of the maximum sequence length.
       devices: Number of data-parallel devices of this process.
@@ -88,7 +89,7 @@ class Packing:
 
     def __init__(
         self,
-        sequences: Sequences,
+        batch: RaggedBatch,
         *,
         rows: int,
         row_tokens: int,
@@ -106,25 +107,24 @@ class Packing:
         patch_room: list[StripShape] | None = None,
         agree: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers,
     ) -> None:
-        length_B = np.asarray(sequences.length_B).astype(np.int64)
-        shared_B = shared_prefixes(sequences)
-        counts = len(length_B), min(len(length_B), prompts or len(np.unique(sequences.prompt_id_B)))
-        worth = shares and _worth_sharing(sequences, shared_B)
+        length_B = batch.length_B.astype(np.int64)
+        shared_B = shared_prefixes(batch)
+        counts = len(length_B), min(len(length_B), prompts or len(np.unique(batch.prompt_id_B)))
+        worth = shares and _worth_sharing(batch, shared_B)
         each, prompts, shares = agree(np.array([*(-(-count // devices) for count in counts), worth])).tolist()
-        longest = sequences.token_BT.shape[1]
+        longest = batch.width
         split: dict[str, Any] = {"together": together, "stages": stages, "token_shards": token_shards}
         shares = bool(shares)
         counted: dict[str, Any] = {"sequences": each, "prompts": prompts, "longest_response": longest_response}
         largest = microbatch_shape_of(rows, row_tokens, longest=longest, shares=shares, **counted, **split)
         self._shared_B = shared_B = shared_B * shares
-        own_tokens_B, prompt_id_B = length_B - shared_B, np.asarray(sequences.prompt_id_B)
+        own_tokens_B = length_B - shared_B
         sizes = sizes_of(largest, rows, longest=longest, shares=shares, **split)
         how: dict[str, Any] = {"devices": devices, "together": together, "agree": agree}
-        placed = place_units(length_B, shared_B, prompt_id_B, sizes, **how)
+        placed = place_units(length_B, shared_B, batch.prompt_id_B, sizes, **how)
         shape, self.microbatches, self._units, row_U, offset_U = placed
         rows, width = shape.rows * devices, shape.row_tokens
-        self._sequences, self._shape = sequences, np.shape(sequences.token_BT)
-        self._packed_shape = (self.microbatches, rows, width)
+        self._batch, self._packed_shape = batch, (self.microbatches, rows, width)
         self._devices = devices
         self._row_B, prompt_B, own_B = np.zeros((3, len(length_B)), np.int64)
         self._segment_B = np.zeros(len(length_B), np.int32)
@@ -135,14 +135,14 @@ class Packing:
             own_B[unit] = offset + shared_B[unit] + np.cumsum(own) - own
             self._segment_B[unit] = taken[row] + 1 + np.arange(len(unit))
             taken[row] += len(unit)
-        self._source = b, position = np.nonzero(np.arange(self._shape[1]) < length_B[:, None])
+        self._source = b, position = batch.position
         self._place = np.where(position < shared_B[b], prompt_B[b] + position, own_B[b] + position - shared_B[b])
         self._target = self._row_B[b] * width + self._place
-        self._length_B, self._pixels = length_B, pixels
+        self._pixels = pixels
         self._images: ImagePlaces | None = None
         if vision is not None:
             count, room = self.microbatches * rows, [] if patch_room is None else patch_room
-            places = ImagePlaces(vision, sequences.images_B, self._row_B, rows=count, room=room, agree=agree)
+            places = ImagePlaces(vision, batch.images_B, self._row_B, rows=count, room=room, agree=agree)
             self._images = places if places.any else None
         self._trimmed = [shape] * self.microbatches
         if self._images is None:
@@ -178,12 +178,11 @@ class Packing:
         saved = 1 - sum(size.tokens for size in found) / (shape.tokens * self.microbatches)
         return found if saved >= WORTH_A_PROGRAM else [shape] * self.microbatches
 
-    def pack(self, array_BT: Array) -> np.ndarray:
-        """Pack `[B, T]` to `[microbatches, R, W]`; padding is 0. A shared token has the value of one of its copies."""
-        array_BT = np.asarray(array_BT)
-        more = array_BT.shape[2:]
-        packed = np.zeros((int(np.prod(self._packed_shape)), *more), array_BT.dtype)
-        packed[self._target] = array_BT[self._source]
+    def pack(self, column: np.ndarray) -> np.ndarray:
+        """Pack `[tokens]` to `[microbatches, R, W]`, padded with 0; one copy of a shared token is stored."""
+        more = column.shape[1:]
+        packed = np.zeros((int(np.prod(self._packed_shape)), *more), column.dtype)
+        packed[self._target] = column
         return packed.reshape(*self._packed_shape, *more)
 
     def trim(self, array_RW: Array, index: int) -> np.ndarray:
@@ -193,7 +192,7 @@ class Packing:
         return by_device[:, : shape.rows, : shape.row_tokens].reshape(-1, shape.row_tokens, *np.shape(array_RW)[2:])
 
     def unpack(self, packed: Sequence[Array]) -> np.ndarray:
-        """Unpack each microbatch's `[R, W, ...]`, whole or trimmed, to `[B, T, ...]`, 0 from each length on."""
+        """Unpack each microbatch's `[R, W, ...]`, whole or trimmed, to `[tokens, ...]`."""
         more, dtype = np.shape(packed[0])[2:], np.asarray(packed[0]).dtype
         whole = np.zeros(
             (self.microbatches, self._devices, self._packed_shape[1] // self._devices, self._packed_shape[2], *more),
@@ -202,27 +201,19 @@ class Packing:
         for part, whole_DRW in zip(packed, whole, strict=True):
             by_device = np.asarray(part).reshape(self._devices, -1, *np.shape(part)[1:])
             whole_DRW[:, : by_device.shape[1], : by_device.shape[2]] = by_device
-        flat = whole.reshape(-1, *more)
-        array_BT = np.zeros((*self._shape, *more), dtype)
-        array_BT[self._source] = flat[self._target]
-        return array_BT
-
-    def zeros(self, packed: Any) -> Any:
-        """Return zeros `[B, T, ...]` for each array of a tree of a microbatch's outputs."""
-        return jax.tree.map(lambda leaf: np.zeros((*self._shape, *leaf.shape[2:]), leaf.dtype), packed)
+        unpacked: np.ndarray = whole.reshape(-1, *more)[self._target]
+        return unpacked
 
     def rows(self) -> Iterator[PackedBatch]:
         """Yield the packed tokens of each microbatch."""
         b, position = self._source
-        position_BT, segment_BT = np.zeros((2, *self._shape), np.int32)
-        position_BT[self._source] = position
-        segment_BT[self._source] = self._segment_B[b]
+        columns = self._batch.columns
         packed = PackedBatch(
-            token_RW=self.pack(self._sequences.token_BT),
-            position_RW=self.pack(position_BT),
-            segment_RW=self.pack(segment_BT),
-            mask_RW=self.pack(self._sequences.mask_BT),
-            recorded={name: self.pack(of + 1) - 1 for name, of in self._sequences.recorded.items()},  # -1 in padding
+            token_RW=self.pack(columns["token"]),
+            position_RW=self.pack(position.astype(np.int32)),
+            segment_RW=self.pack(self._segment_B[b]),
+            mask_RW=self.pack(columns["mask"]),
+            recorded={name: self.pack(of + 1) - 1 for name, of in columns["recorded"].items()},  # -1 in padding
         )
         prefixes: Iterable[Any] = repeat(None)
         if self._in_rows:
@@ -232,7 +223,7 @@ class Packing:
         images: Iterable[Any] = repeat(None)
         if self._images is not None:
             each = self._packed_shape[1]
-            images = self._images.rows(self._length_B, self._shape[1], self.pack, self._pixels, each=each)
+            images = self._images.rows(self._batch.length_B, self.pack, self._pixels, each=each)
         for index, shared, seen in zip(range(self.microbatches), prefixes, images, strict=False):
             part = jax.tree.map(lambda array, i=index: self.trim(array[i], i), packed)
             if isinstance(shared, SharedTokens):
@@ -245,10 +236,8 @@ class Packing:
         group_B = np.zeros(len(self._shared_B), np.int32)
         for number, unit in enumerate(self._units, 1):
             group_B[unit] = number
-        group_BT, own_BT = np.zeros((2, *self._shape), np.int32)
-        group_BT[self._source] = group_B[b]
-        own_BT[self._source] = np.where(position < self._shared_B[b], 0, self._segment_B[b])
-        yield from map(SharedTokens, self.pack(group_BT), self.pack(own_BT), np.asarray(position_MRW))
+        own = np.where(position < self._shared_B[b], np.int32(0), self._segment_B[b])
+        yield from map(SharedTokens, self.pack(group_B[b]), self.pack(own), np.asarray(position_MRW))
 
     def _shared_prefixes(self, attention: AttentionPlaces) -> Iterator[SharedPrefix]:
         """Yield the whole sequences of each microbatch, as attention sees them."""

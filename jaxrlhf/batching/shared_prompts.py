@@ -10,24 +10,26 @@ from math import inf
 
 import numpy as np
 
-from jaxrlhf.batch import Image, Sequences
+from jaxrlhf.batch import Image
+from jaxrlhf.batching.ragged import RaggedBatch
 
 
-def shared_prefixes(sequences: Sequences) -> np.ndarray:
+def shared_prefixes(batch: RaggedBatch) -> np.ndarray:
     """Return `shared_B`, the number of first tokens that each sequence has in common with all sequences of its prompt.
 
     They end before the token that predicts the first response token; 0 if a prompt has one response.
     """
-    token_BT, length_B = np.asarray(sequences.token_BT), np.asarray(sequences.length_B)
-    mask_BT, prompt_id_B = np.asarray(sequences.mask_BT), np.asarray(sequences.prompt_id_B)
-    first_B = np.where(mask_BT.any(axis=1), mask_BT.argmax(axis=1), length_B)
-    images_B = [()] * len(length_B) if sequences.images_B is None else sequences.images_B
-    shared_B = np.zeros(len(length_B), np.int64)
-    for members in groups_of(prompt_id_B):
+    start_B, end_B = batch.offset_B[:-1], batch.offset_B[1:]
+    trained = np.append(np.flatnonzero(batch.columns["mask"]), end_B[-1:])
+    first_B = np.minimum(trained[np.searchsorted(trained, start_B)], end_B) - start_B
+    images_B = [()] * len(start_B) if batch.images_B is None else batch.images_B
+    shared_B = np.zeros(len(start_B), np.int64)
+    for members in groups_of(batch.prompt_id_B):
         if len(members) > 1:
             most = max(int(first_B[members].min()) - 1, 0)
             most = int(min(most, *(_alike(images_B[members[0]], images_B[member]) for member in members)))
-            differs_T = (token_BT[members, :most] != token_BT[members[0], :most]).any(axis=0)
+            token_MT = batch.columns["token"][start_B[members, None] + np.arange(most)]
+            differs_T = (token_MT != token_MT[0]).any(axis=0)
             shared_B[members] = differs_T.argmax() if differs_T.any() else most
     return shared_B
 

@@ -18,7 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrlhf.batch import Experience, MinibatchRows, Problem, Sequences
+from jaxrlhf.batch import Problem, RolloutBatch, Sequences
+from jaxrlhf.batching.ragged import Experience, MinibatchRows
 from jaxrlhf.config import Refusal
 from jaxrlhf.sharding.described import are_here
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, TENSOR_AXES, TOKEN_AXES
@@ -103,7 +104,12 @@ class RemoteValue(ABC):
 
 
 def rows_of(value: Any) -> int | None:
-    """Return the first dimension of all arrays of a value; None if they differ, or a leaf has none."""
+    """Return the first dimension of all arrays of a value; None if they differ, or a leaf has none.
+
+    Rows of episodes are not divided by their number, so they are None too.
+    """
+    if _is_episodes(value):
+        return None
     counts = {len(leaf) if isinstance(leaf, np.ndarray) and leaf.ndim else None for leaf in jax.tree.leaves(value)}
     return counts.pop() if len(counts) == 1 else None
 
@@ -133,39 +139,43 @@ def rows(arguments: tuple[Any, ...], *, part: int, parts: int) -> tuple[Any, ...
 
     The argument with the fewest rows sets the unit, so a prompt and its responses stay together. Parts differ by at
     most one unit. Arguments without rows go to every rank whole. Minibatches may have any numbers of rows; every part
-    gets rows of each.
+    gets rows of each. Beside problems, episodes are split by prompt, because an episode has one or several rows.
 
     Raises:
       Refusal: There are fewer units than parts, or an array's rows are not a multiple of the units.
     """
     arguments = tuple(loaded(argument) if _rows(argument) is None else argument for argument in arguments)
-    counts = {count for leaf in jax.tree.leaves(arguments, is_leaf=_is_batch) if (count := _rows(leaf)) is not None}
-    units = min(counts, default=parts)
+    leaves = jax.tree.leaves(arguments, is_leaf=_is_batch)
+    units = min((count for leaf in leaves if (count := _rows(leaf)) is not None), default=parts)
     _check_units(units, parts)
-    if any(count % units for count in counts):
-        raise Refusal(f"arguments have {sorted(counts)} rows; the smallest number must divide the others")
     start, stop = part * units // parts, (part + 1) * units // parts
 
     def cut(leaf: Any) -> Any:
-        if isinstance(leaf, MinibatchRows):
-            _check_units(min(map(len, leaf.rows)), parts)
+        if isinstance(leaf, MinibatchRows | Experience):
+            _check_units(leaf.units, parts)
             return leaf if parts == 1 else leaf.part(part, parts)
-        if isinstance(leaf, Experience):
-            return _rows_of_experience(leaf, part=part, parts=parts)
-        if (count := _rows(leaf)) is None:
+        if _rows(leaf) is None:
             return leaf
-        first, last = (unit * count // units for unit in (start, stop))
-        return leaf.load_rows(first, last) if isinstance(leaf, RemoteValue) else leaf[first:last]
+        ends = _ends_of_units(leaf, units)
+        first, last = ends[start], ends[stop]
+        if isinstance(leaf, RemoteValue):
+            return leaf.load_rows(first, last)
+        return leaf.take(slice(first, last)) if _is_episodes(leaf) else leaf[first:last]
 
     return jax.tree.map(cut, arguments, is_leaf=_is_batch)
 
 
-def _rows_of_experience(experience: Experience, *, part: int, parts: int) -> Experience:
-    """Return the rows of one part; sequences that a loss compares stay together."""
-    units = len(experience.weight_BT) // experience.together
-    _check_units(units, parts)
-    own = slice(*(end * units // parts * experience.together for end in (part, part + 1)))
-    return jax.tree.map(lambda array: array[own], experience)
+def _ends_of_units(leaf: Any, units: int) -> list[int]:
+    """Return the first row of each unit, and the end of the last unit."""
+    count = _rows(leaf) or 0
+    if _is_episodes(leaf) and count != units:
+        ends = [0, *(np.flatnonzero(np.diff(leaf.sequences.prompt_id_B)) + 1).tolist(), count]
+        if len(ends) != units + 1:
+            raise Refusal(f"got episodes of {len(ends) - 1} prompts and {units} rows of another argument; pass as many")
+        return ends
+    if count % units:
+        raise Refusal(f"arguments have {sorted((count, units))} rows; the smallest number must divide the others")
+    return [unit * count // units for unit in range(units + 1)]
 
 
 def _check_units(units: int, parts: int) -> None:
@@ -179,12 +189,18 @@ def loaded(value: Any) -> Any:
 
 
 def _is_batch(value: Any) -> bool:
-    return isinstance(value, MinibatchRows | Experience | RemoteValue) or _has_rows(value)
+    return isinstance(value, MinibatchRows | Experience | RemoteValue) or _has_rows(value) or _is_episodes(value)
+
+
+def _is_episodes(value: Any) -> bool:
+    return isinstance(value, RolloutBatch) and value.episodes is not None
 
 
 def _rows(value: Any) -> int | None:
     if isinstance(value, RemoteValue):
         return value.rows
+    if _is_episodes(value):
+        return len(value.truncated_B)
     return len(value) if _has_rows(value) else None
 
 

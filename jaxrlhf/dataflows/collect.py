@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrlhf.batch import Array, EpisodeBatch, Problem, RolloutBatch, Scores
+from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
 from jaxrlhf.batching.transfer_protocol import join
-from jaxrlhf.config import Algorithm, AnyEnvironment, Config, PolicyGradient, Refusal, Sampling
+from jaxrlhf.config import Algorithm, Config, PolicyGradient, Refusal, Sampling
 from jaxrlhf.dataflows.batches.episodes import episode_metrics, scored_episodes
-from jaxrlhf.dataflows.batches.in_flight import InFlight
 from jaxrlhf.dataflows.batches.scored import ScoredRollout, means_of_groups
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, value_of
 
@@ -43,22 +42,14 @@ def respond(
     their problems.
     """
     settings = work.config.rollout
-    if sampling is None and responses_per_prompt is None and work.in_flight is not None:
-        return resume_groups(roles, work, work.in_flight, problems)
+    if sampling is None and responses_per_prompt is None and (groups := work.in_flight) is not None:
+        assert work.draw_more is not None
+        step, seed, draw_more = work.index, work.seed, work.draw_more
+        chosen, sampled = groups.take(roles.actor, problems, step=step, seed=seed, draw_more=draw_more)
+        return score(roles, work.config, chosen, sampled)
     copies = responses_per_prompt or settings.responses_per_prompt
     sampling = sampling or settings.sampling
     return generate_and_score(roles, work.config, problems, sampling, responses_per_prompt=copies, seed=work.seed)
-
-
-def resume_groups(
-    roles: Roles, work: StepInput[Algorithm], in_flight: InFlight, problems: Sequence[Problem]
-) -> ScoredRollout:
-    """Start groups for these problems, and return complete groups, scored; they may have started in earlier steps."""
-    assert work.draw_more is not None
-    chosen, sampled = in_flight.take(roles.actor, problems, step=work.index, seed=work.seed, draw_more=work.draw_more)
-    if work.config.environment is not None:
-        return score_episodes(roles, work.config.environment, chosen, sampled)
-    return ScoredRollout(chosen, sampled, roles.reward.compute_reward(chosen, sampled))
 
 
 def generate_and_score(
@@ -72,21 +63,16 @@ def generate_and_score(
 ) -> ScoredRollout:
     """Generate and score responses to problems or, with an environment, episodes that start from the problems."""
     how: dict[str, Any] = {"responses_per_prompt": responses_per_prompt, "seed": seed}
-    if config.environment is not None:
-        episodes = value_of(roles.actor.run_episodes(problems, sampling, **how))
-        return score_episodes(roles, config.environment, problems, episodes)
-    rollout = roles.actor.generate_sequences(problems, sampling, **how)
-    return ScoredRollout(problems, rollout, roles.reward.compute_reward(problems, rollout))
+    return score(roles, config, problems, roles.actor.generate_sequences(problems, sampling, **how))
 
 
-def score_episodes(
-    roles: Roles, environment: AnyEnvironment, problems: Sequence[Problem], episodes: EpisodeBatch
-) -> ScoredRollout:
-    """Score episodes that started from these problems, an equal number for each problem."""
-    copies = len(episodes.record_E) // len(problems)
-    each = [problem for problem in problems for _ in range(copies)]
-    scores = value_of(roles.reward.compute_episode_reward(each, episodes.record_E))
-    return scored_episodes(environment, problems, episodes, scores)
+def score(roles: Roles, config: Config, problems: Sequence[Problem], rollout: Any) -> ScoredRollout:
+    """Score responses or episodes that start from these problems, an equal number for each problem."""
+    if config.environment is None:
+        return ScoredRollout(problems, rollout, roles.reward.compute_reward(problems, rollout))
+    episodes = value_of(rollout)
+    scores = value_of(roles.reward.compute_reward(problems, episodes))
+    return scored_episodes(config.environment, problems, episodes, scores)
 
 
 Informative = Callable[[Scores, Array], Array]
@@ -100,7 +86,6 @@ class PromptGroups:
     Attributes:
       informative_P: bool, groups to learn from.
       trained_B: bool, responses to train on if their group is informative; all responses take part in the baseline.
-      record_E: `EpisodeRecord` of each episode; None without an environment.
     """
 
     problems: Sequence[Problem]
@@ -108,7 +93,6 @@ class PromptGroups:
     scores: Scores
     informative_P: np.ndarray
     trained_B: np.ndarray
-    record_E: np.ndarray | None = None
 
     @property
     def copies(self) -> int:
@@ -120,8 +104,7 @@ class PromptGroups:
         here = {problem.prompt_id for problem in self.problems}
         new = other.take(np.flatnonzero([problem.prompt_id not in here for problem in other.problems]))
         mine, theirs = (
-            (groups.rollout, groups.scores, groups.informative_P, groups.trained_B, groups.record_E)
-            for groups in (self, new)
+            (groups.rollout, groups.scores, groups.informative_P, groups.trained_B) for groups in (self, new)
         )
         return PromptGroups([*self.problems, *new.problems], *join([mine, theirs]))
 
@@ -129,12 +112,11 @@ class PromptGroups:
         """Return the groups at these indices."""
         chosen = [self.problems[index] for index in groups]
         responses = (groups[:, None] * self.copies + np.arange(self.copies)).ravel()
-        starts = {prompt: np.flatnonzero(self.rollout.sequences.prompt_id_B == prompt) for prompt in ids_of(chosen)}
-        rows = np.concatenate([starts[prompt] for prompt in ids_of(chosen)]) if chosen else np.zeros(0, int)
-        rollout = jax.tree.map(lambda value: np.asarray(value)[rows], self.rollout)
-        of_responses = self.scores, self.trained_B, self.record_E
-        scores, trained_B, record_E = jax.tree.map(lambda value: np.asarray(value)[responses], of_responses)
-        return PromptGroups(chosen, rollout, scores, self.informative_P[groups], trained_B, record_E)
+        prompt_id_B = np.asarray(self.rollout.sequences.prompt_id_B)
+        rows = np.concatenate([np.zeros(0, int), *(np.flatnonzero(prompt_id_B == own) for own in ids_of(chosen))])
+        of_responses = self.scores, self.trained_B
+        scores, trained_B = jax.tree.map(lambda value: np.asarray(value)[responses], of_responses)
+        return PromptGroups(chosen, self.rollout.take(rows), scores, self.informative_P[groups], trained_B)
 
     def for_step(self, prompts: int) -> ScoredRollout:
         """Return `prompts` groups, informative groups first; other groups fill up the batch and are not trained on."""
@@ -144,13 +126,13 @@ class PromptGroups:
         parts = batch.problems, batch.rollout, batch.scores, trained_B
         means_P = means_of_groups(self.scores, len(self.problems)).tolist()
         generated = dict(zip(ids_of(self.problems), means_P, strict=True))
-        return ScoredRollout(*parts, metrics=metrics, record_E=batch.record_E, generated_scores=generated)
+        return ScoredRollout(*parts, metrics=metrics, generated_scores=generated)
 
     def metrics(self) -> Metrics:
         """Return metrics of all generated groups, including groups that the step leaves out."""
         scorable_B = np.asarray(self.scores.scorable_B)
-        episodes = {} if self.record_E is None else episode_metrics(list(self.record_E), scorable_B)
-        return episodes | {
+        episodes = self.rollout.episodes
+        return ({} if episodes is None else episode_metrics(episodes.records, scorable_B)) | {
             "group/generated": float(len(self.problems)),
             "group/flat_fraction": float(np.mean(~self.informative_P)),
             "score/generated_mean": float(np.mean(self.scores.score_B, where=scorable_B)),
@@ -194,7 +176,7 @@ def _answer(
     copies = work.config.rollout.responses_per_prompt
     informative_B = np.asarray(informative(scores, np.repeat(ids_of(sampled.problems), copies)))
     trained_B = np.ones(len(informative_B), bool) if sampled.trained_B is None else np.asarray(sampled.trained_B)
-    return PromptGroups(sampled.problems, rollout, scores, informative_B[::copies], trained_B, sampled.record_E)
+    return PromptGroups(sampled.problems, rollout, scores, informative_B[::copies], trained_B)
 
 
 def ids_of(problems: Sequence[Problem]) -> list[int]:

@@ -42,11 +42,9 @@ def evaluate(roles: Roles, config: Config, problems: Sequence[Problem]) -> Metri
     return held_out_metrics(call(judged, settings, sequences, logp, _ref_log_prob(roles, settings, sequences)))
 
 
-def judged(
-    settings: Preference, sequences: Sequences, logp_BT: Array, ref_logp_BT: Array | None, distance: float = 0.0
-) -> PairRewards:
-    """Compute losses and implicit rewards of pairs from log-probabilities; see `loss_fields`."""
-    fields = loss_fields(settings, sequences, ref_logp_BT, distance) | {"answer": answer_numbers(sequences)}
+def judged(settings: Preference, sequences: Sequences, logp_BT: Array, ref_logp_BT: Array | None) -> PairRewards:
+    """Compute losses and implicit rewards of pairs from log-probabilities; KTO's reference point is 0."""
+    fields = loss_fields(settings, sequences, ref_logp_BT, 0.0) | {"answer": answer_numbers(sequences)}
     sums = answer_sums(np.asarray(logp_BT), np.asarray(sequences.mask_BT), fields, pairs=len(logp_BT) // 2)
     return implicit_rewards(settings, sums)
 

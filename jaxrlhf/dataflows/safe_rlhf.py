@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxrlhf import algos
 from jaxrlhf.algos import policy_objective, value_objective
-from jaxrlhf.batch import Array, Experience, RolloutBatch, Scores
+from jaxrlhf.batch import Array, RolloutBatch, Scores
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import SafeRLHF
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
 from jaxrlhf.dataflows.batches.minibatches import Minibatches, mask_untrained, minibatches, policy_minibatches

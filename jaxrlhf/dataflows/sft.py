@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from jaxrlhf.algos import nll_objective, token_weights
-from jaxrlhf.batch import Array, Experience, Problem, Sequences, images_of_problems
+from jaxrlhf.batch import Array, Problem, Sequences, images_of_problems
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.batching.transfer_protocol import join
 from jaxrlhf.config import SFT, Config
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, merged, value_of
@@ -22,29 +23,30 @@ def learn(roles: Roles, work: StepInput[SFT], problems: Sequence[Problem]) -> St
 def evaluate(roles: Roles, config: Config, problems: Sequence[Problem]) -> Metrics:
     """Return `eval/loss`: `-log pi(solution | prompt)`, averaged over the tokens of held-out solutions that fit."""
     most = config.rollout.max_response_tokens
-    batch = supervised_batch(
-        [problem for problem in problems if 0 < len(problem.solution_tokens) <= most], width=config.rollout.width
-    )
-    mask_BT = np.asarray(batch.sequences.mask_BT)
-    if not mask_BT.any():
+    fitting = [problem for problem in problems if 0 < len(problem.solution_tokens) <= most]
+    sequences = with_solutions(fitting, width=config.rollout.width)
+    if not np.any(sequences.mask_BT):
         return {}
-    logp_BT = np.asarray(value_of(roles.actor.compute_log_prob(batch.sequences, temperature=1.0)))
-    return {"eval/loss": -float(logp_BT[mask_BT].mean())}
+    logp_BT = np.asarray(value_of(roles.actor.compute_log_prob(sequences, temperature=1.0)))
+    return {"eval/loss": -float(logp_BT[sequences.mask_BT].mean())}
 
 
 def supervised_batch(problems: Sequence[Problem], *, width: int) -> Experience:
-    """Build prompts followed by their solutions; the solutions are trained on."""
-    count = len(problems)
-    token_BT, mask_BT = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
-    for row, problem in enumerate(problems):
-        start, end = len(problem.prompt_tokens), len(problem.prompt_tokens) + len(problem.solution_tokens)
-        token_BT[row, :end] = (*problem.prompt_tokens, *problem.solution_tokens)
-        mask_BT[row, start:end] = problem.solution_mask or True
-    length_B = np.array([len(p.prompt_tokens) + len(p.solution_tokens) for p in problems], np.int32)
-    prompt_id_B = np.array([problem.prompt_id for problem in problems], np.int64)
-    weight_BT = np.asarray(token_weights(mask_BT, prompt_id_B, aggregation="token-mean"))
-    images_B = images_of_problems(problems)
-    return Experience(Sequences(token_BT, length_B, mask_BT, prompt_id_B, images_B=images_B), weight_BT, {})
+    """Build the update on prompts followed by their solutions, averaged over solution tokens."""
+    sequences = with_solutions(problems, width=width)
+    weight_BT = token_weights(sequences.mask_BT, sequences.prompt_id_B, aggregation="token-mean")
+    return Experience.of(sequences, weight_BT, {})
+
+
+def with_solutions(problems: Sequence[Problem], *, width: int) -> Sequences:
+    """Return prompts followed by their solutions; the solutions are trained on."""
+    tokens = [(*problem.prompt_tokens, *problem.solution_tokens) for problem in problems]
+    masks = [
+        [False] * len(problem.prompt_tokens) + list(problem.solution_mask or [True] * len(problem.solution_tokens))
+        for problem in problems
+    ]
+    ids = [problem.prompt_id for problem in problems]
+    return Sequences.of(tokens, masks, ids, width=width, images_B=images_of_problems(problems))
 
 
 def with_examples(
@@ -60,20 +62,21 @@ def with_examples(
 
 
 def _with_examples(batch: Experience, problems: Sequence[Problem], coefficient: float) -> Experience:
-    examples = supervised_batch(problems, width=batch.sequences.token_BT.shape[1])
+    responses, weight_BT = batch.sequences, batch.weight_BT
+    examples = supervised_batch(problems, width=batch.batch.width)
     # The prompts are from another data set, so their ids must not coincide with the responses' ids.
-    prompt_id_B = -1 - np.asarray(examples.sequences.prompt_id_B)
-    solutions = replace(unsampled(examples.sequences, batch.sequences), prompt_id_B=prompt_id_B)
-    tokens = [np.sum(part.mask_BT) for part in (batch.sequences, solutions)]
+    solutions = unsampled(examples.sequences, responses)
+    solutions = replace(solutions, prompt_id_B=-1 - np.asarray(solutions.prompt_id_B))
+    tokens = [np.sum(part.mask_BT) for part in (responses, solutions)]
     sampled, taught = (
-        np.full_like(part.weight_BT, sum(tokens) / max(count, 1))
-        for part, count in zip((batch, examples), tokens, strict=True)
+        np.full(np.shape(part.mask_BT), sum(tokens) / max(count, 1), weight_BT.dtype)
+        for part, count in zip((responses, solutions), tokens, strict=True)
     )
     zeros = np.zeros_like(taught)
     fields: dict[str, Array] = {name: np.concatenate([value, zeros]) for name, value in batch.fields.items()}
     fields["example_weight"] = np.concatenate([np.zeros_like(sampled), coefficient * examples.weight_BT])
     fields["metric_weight"] = np.concatenate([sampled, taught])
-    return Experience(join([batch.sequences, solutions]), np.concatenate([batch.weight_BT, zeros]), fields)
+    return Experience.of(join([responses, solutions]), np.concatenate([weight_BT, zeros]), fields)
 
 
 def unsampled(sequences: Sequences, beside: Sequences) -> Sequences:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.algos import imitating_objective, length_adaptive_lambda
-from jaxrlhf.batch import Array, Experience, RolloutBatch, Scores
+from jaxrlhf.batch import Array, RolloutBatch, Scores
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import VAPO
 from jaxrlhf.dataflows import ppo
 from jaxrlhf.dataflows.batches.estimate import scorable
@@ -44,8 +45,8 @@ def prepare(
     return replace(prepared, policy=[weighted(batch, settings.imitation) for batch in prepared.policy], metrics=metrics)
 
 
-def weighted(batch: Experience, coefficient: float) -> Experience:
+def weighted(minibatch: Experience, coefficient: float) -> Experience:
     """Turn the marks of imitated tokens into weights: the coefficient divided by the number of marked tokens."""
-    marked_BT = np.asarray(batch.fields["imitation_weight"])
-    weight_BT = coefficient * marked_BT / max(float(marked_BT.sum()), 1.0)
-    return replace(batch, fields={**batch.fields, "imitation_weight": weight_BT.astype(np.float32)})
+    marked = minibatch.batch.columns["fields"]["imitation_weight"]
+    weight = coefficient * marked / max(float(marked.sum()), 1.0)
+    return minibatch.with_fields({"imitation_weight": weight.astype(np.float32)})

@@ -93,22 +93,20 @@ def evaluate(
     if samples > 1:
         for k in [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < samples] + [samples]:
             metrics[f"{prefix}/pass@{k}"] = _mean_pass_at_k(score_PG, k)
-        stated = _stated_answers(config, problems, answers, texts_of(answers, decode))
+        stated = _stated_answers(config, problems, texts_of(answers, decode))
         metrics[f"{prefix}/maj@{samples}"] = majority(stated, score_PG)
         metrics[f"{prefix}/avg@{samples}"] = metrics[f"{prefix}/accuracy"]
     metrics |= {f"{prefix}/{name}": value for name, value in answers.metrics.items() if not name.startswith("time/")}
     return metrics, answers
 
 
-def _stated_answers(
-    config: Config, problems: Sequence[Problem], answers: ScoredRollout, texts: Sequence[str]
-) -> list[str | None]:
+def _stated_answers(config: Config, problems: Sequence[Problem], texts: Sequence[str]) -> list[str | None]:
     """Return the final answer of each response, where its source's first reward looks for it; None without one."""
     stated, samples = [], len(texts) // len(problems)
     for problem, text in zip((one for one in problems for _ in range(samples)), texts, strict=True):
         part = next(iter(config.source_rewards.get(problem.source) or config.rewards.parts), None)
         inside = getattr(getattr(part, "correct", part), "in_thinking", False)
-        prompt = problem.prompt if answers.record_E is None else ""
+        prompt = problem.prompt if config.environment is None else ""
         stated.append(answered(prompt, text, stated_answer, in_thinking=inside))
     return stated
 

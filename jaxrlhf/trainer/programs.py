@@ -230,10 +230,10 @@ def _scored(config: Config, problems: Sequence[Problem], model: Any, *, each: in
     zeros_BT, cut_B, good_B = np.zeros(mask_BT.shape, np.float32), np.zeros(count, bool), np.ones(count, bool)
     score_B = np.arange(count, dtype=np.float32) % 2
     parts: dict[str, Array] = dict.fromkeys(part_names(config.rewards.parts), score_B)
-    episodes, record_E = None, None
+    episodes = None
     if config.environment is not None:
-        turn_BT, record_E = np.where(mask_BT, 0, -1), np.full(count, EpisodeRecord([], [], "done"), object)
-        episodes = EpisodeRows(np.arange(count), turn_BT.astype(np.int16), zeros_BT, turn_BT)
+        turn_BT, record_B = np.where(mask_BT, 0, -1), np.full(count, EpisodeRecord([], [], "done"), object)
+        episodes = EpisodeRows(np.arange(count), turn_BT.astype(np.int16), zeros_BT, turn_BT, record_B)
         parts[ENVIRONMENT] = score_B
     batch = RolloutBatch(sequences, zeros_BT, cut_B, np.zeros(mask_BT.shape, np.int32), episodes)
-    return ScoredRollout(problems, batch, Scores(score_B, good_B, parts), trained_B=good_B, record_E=record_E)
+    return ScoredRollout(problems, batch, Scores(score_B, good_B, parts), trained_B=good_B)

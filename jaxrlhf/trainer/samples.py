@@ -8,7 +8,7 @@ import numpy as np
 from jaxrlhf.batch import Array, RolloutBatch
 from jaxrlhf.conversations.images import as_readable_text
 from jaxrlhf.data.tokenizer import pieces_of
-from jaxrlhf.dataflows.batches.episode_rows import starts_of
+from jaxrlhf.dataflows.batches.episode_rows import sampled_lengths
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import value_of
 from jaxrlhf.episode import EpisodeRecord
@@ -38,15 +38,10 @@ def to_samples(
     gap_BT = np.zeros(mask_BT.shape)
     if logp_BT is not None:
         gap_BT = np.where(mask_BT, np.abs(np.asarray(logp_BT) - rollout.sampler_logp_BT), 0.0)
-    start_E = np.arange(len(mask_BT))
-    length_E, gap_E, truncated_E = mask_BT.sum(axis=1), gap_BT.sum(axis=1), np.asarray(rollout.truncated_B)
-    records: list[EpisodeRecord | None] = [None] * len(mask_BT)
-    texts = texts_of(collected, decode)
-    if collected.record_E is not None:
-        records = list(collected.record_E)
-        start_E = starts_of(rollout.episodes.episode_B)
-        length_E, gap_E = np.add.reduceat(length_E, start_E), np.add.reduceat(gap_E, start_E)
-        truncated_E = truncated_E[start_E]
+    episodes, texts = rollout.episodes, texts_of(collected, decode)
+    start_E = np.arange(len(mask_BT)) if episodes is None else episodes.start_E
+    records: list[EpisodeRecord | None] = [None] * len(mask_BT) if episodes is None else episodes.records
+    (length_E, truncated_E), gap_E = sampled_lengths(rollout), np.add.reduceat(gap_BT.sum(axis=1), start_E)
     copies = len(texts) // len(problems)
     cuts = [slice(*cut) for cut in zip(start_E, [*start_E[1:], len(mask_BT)], strict=True)]
     tokens: list[dict[str, list[Any]] | None] = [None] * len(texts)
@@ -72,9 +67,10 @@ def to_samples(
 
 def texts_of(collected: ScoredRollout, decode: Callable[[Sequence[int]], str]) -> list[str]:
     """Return the text of each response, or of the last reply of each episode."""
-    if collected.record_E is not None:
-        return [record.answer for record in collected.record_E]
-    return response_texts(value_of(collected.rollout), decode)
+    rollout = value_of(collected.rollout)
+    if rollout.episodes is not None:
+        return [record.answer for record in rollout.episodes.records]
+    return response_texts(rollout, decode)
 
 
 def _tokens(

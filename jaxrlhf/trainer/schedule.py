@@ -6,13 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-import numpy as np
-
 from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import Algorithm, Config, Refusal, function_of
 from jaxrlhf.data import Loader
-from jaxrlhf.dataflows.batches.episode_rows import starts_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult, value_of
 from jaxrlhf.single_controller.pools import Roles
@@ -152,7 +148,7 @@ def _first_rows(collected: ScoredRollout, responses: int, config: Config) -> Any
     """Return the rows of the first responses or episodes; on a cluster at least `prompts_per_step` rows, to split."""
     rollout = value_of(collected.rollout)
     if rollout.episodes is not None:
-        start_E = starts_of(rollout.episodes.episode_B)
+        start_E = rollout.episodes.start_E
         responses = int(start_E[responses]) if responses < len(start_E) else len(rollout.truncated_B)
     count = responses if config.cluster is None else max(responses, config.rollout.prompts_per_step)
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[:count], rollout)
+    return rollout.take(slice(count))

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.algos.objectives import TokenOutput
-from jaxrlhf.batch import Array, Experience, Params, RolloutBatch, Sequences
+from jaxrlhf.batch import Array, Params, RolloutBatch, Sequences
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_PROTO, worker_method
 from jaxrlhf.config import Optimizer
 from jaxrlhf.resharding.hybrid import HybridEngine, SwitchError

@@ -16,6 +16,7 @@ from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import KEPT, ROUTING, Array, Params, RolloutBatch, Sequences
 from jaxrlhf.batching.microbatch import packed_row_tokens
 from jaxrlhf.batching.packing import PackedBatch, Packing
+from jaxrlhf.batching.ragged import RaggedBatch
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Refusal, Training
@@ -136,17 +137,20 @@ class ModelWorker:
           adapters: Adapters to use instead of the trained ones; an empty tree uses the frozen parameters alone.
           wanted: Result to return; see `Wanted`.
         """
-        packing = self.pack(sequences)
+        batch = RaggedBatch.of(replace(sequences, recorded=self._recorded(sequences.recorded)))
+        packing, tokens = self.pack(batch), len(batch.columns["token"])
         scale = np.float32(temperature)
         outputs = []
         with self.parameters.on_devices():
             params = self.params if adapters is None else adapted(self.parameters.tree, adapters)
             for rows in packing.rows():
                 if not self.has_devices:
-                    return packing.zeros(self._lower_forward(params, rows, scale, wanted))
+                    lowered = self._lower_forward(params, rows, scale, wanted)
+                    zeros = jax.tree.map(lambda leaf: np.zeros((tokens, *leaf.shape[2:]), leaf.dtype), lowered)
+                    return jax.tree.map(batch.padded, zeros)
                 outputs.append(self._forward[wanted](params, self._on_mesh(rows), scale))
                 self.setup.progress(f"{self.role} forward", len(outputs), packing.microbatches)
-            return jax.tree.map(lambda *parts: packing.unpack([_own_rows(x) for x in parts]), *outputs)
+            return jax.tree.map(lambda *parts: batch.padded(packing.unpack([*map(_own_rows, parts)])), *outputs)
 
     def _lower_forward(self, params: Params, rows: PackedBatch, scale: np.floating, wanted: Wanted) -> Any:
         """Lower the forward program, and return the shapes of the head's output."""
@@ -162,7 +166,7 @@ class ModelWorker:
         output: TokenOutput = self.forward(sequences_of(sampled), temperature=scale, adapters=adapters)
         return output.logp
 
-    def pack(self, sequences: Sequences, *, prompts: int | None = None, together: int = 1) -> Packing:
+    def pack(self, batch: RaggedBatch, *, prompts: int | None = None, together: int = 1) -> Packing:
         """Pack this process's sequences into microbatches; every process makes the same number of microbatches.
 
         Args:
@@ -170,12 +174,10 @@ class ModelWorker:
           together: Number of consecutive sequences that go into one row, at most `ModelSetup.together`.
         """
         _, parts = self.place.part(BATCH_AXES)
-        read = {ROUTING: self.replays_routing, KEPT: self.keeps_sampled}
-        recorded = {name: column for name, column in sequences.recorded.items() if read.get(name)}
         vision = self.config.vision
         linear = isinstance(self.config, CausalLM) or self.config.linear is not None
         return Packing(
-            replace(sequences, recorded=recorded),
+            replace(batch, columns=batch.columns | {"recorded": self._recorded(batch.columns["recorded"])}),
             rows=self._rows,
             row_tokens=self._row_tokens,
             devices=self.row_shards // parts,
@@ -192,6 +194,11 @@ class ModelWorker:
             patch_room=self._patch_room,
             agree=most_of_all_hosts,
         )
+
+    def _recorded(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the recorded columns that this model reads."""
+        read = {ROUTING: self.replays_routing, KEPT: self.keeps_sampled}
+        return {name: column for name, column in columns.items() if read.get(name)}
 
     def take_metrics(self) -> Metrics:
         """Return the cost of moves between device and host since the last call; empty if nothing is offloaded."""

@@ -2,7 +2,8 @@
 
 from collections.abc import Hashable, Sequence
 
-from jaxrlhf.batch import Array, Experience, RolloutBatch
+from jaxrlhf.batch import Array, RolloutBatch
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.batching.transfer_protocol import THREE_D_PROTO, worker_method
 from jaxrlhf.workers.model import Metrics
 from jaxrlhf.workers.trained_model import Objective, TrainedWorker

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
+from jaxrlhf.batch import Problem, RolloutBatch, Scores
 from jaxrlhf.batching.transfer_protocol import DP_PROTO, RankCoordinates, worker_method
 from jaxrlhf.conversations.images import load_images
 from jaxrlhf.data.images import with_pictures
@@ -55,31 +55,30 @@ class Reward:
 
     @worker_method(DP_PROTO, part="reward")
     def compute_reward(self, problems: Sequence[Problem], rollout: RolloutBatch) -> Scores:
-        """Score every response."""
+        """Score every response, or every episode by its environment's reward and the parts' scores of its last reply.
+
+        Functions get a whole episode in the record, as `episode`. A failed episode is unscorable.
+        """
+        if rollout.episodes is not None:
+            return self._score_episodes(problems, rollout.episodes.records)
         responses = response_texts(rollout, self._text)
-        copies = len(responses) // len(problems)
-        rows = [problem for problem in problems for _ in range(copies)]
+        rows = _repeated(problems, len(responses))
         finished = (~np.asarray(rollout.truncated_B)).tolist()
         scores = self._scored(rows, responses, [_shown(row) for row in rows], finished)
         self._text.cache_clear()
         self._ahead += self._scorer.ahead
         return scores
 
-    @worker_method(DP_PROTO, part="reward")
-    def compute_episode_reward(self, problems: Sequence[Problem], record_E: Array) -> Scores:
-        """Score every episode by its environment's reward and the parts' scores of its last reply.
-
-        Functions get the whole episode in the record, as `episode`. A failed episode is unscorable.
-        """
-        episodes: list[EpisodeRecord] = list(record_E)
+    def _score_episodes(self, problems: Sequence[Problem], episodes: Sequence[EpisodeRecord]) -> Scores:
         show = load_images if self._scorer.calls_functions else list  # models read no images
         dict_E = [_as_dict(one, show(one.messages)) for one in episodes]
         paid_E = [nan if one.stop in FAILURES else one.environment_reward or 0.0 for one in episodes]
         failed = [f"{one.stop}: {one.failure}" for one in episodes if one.stop in FAILURES]
-        shown = [{**_shown(problem), "episode": episode} for problem, episode in zip(problems, dict_E, strict=True)]
+        each = _repeated(problems, len(episodes))
+        shown = [{**_shown(problem), "episode": episode} for problem, episode in zip(each, dict_E, strict=True)]
         answers, finished = [one.answer for one in episodes], [one.stop not in TRUNCATIONS for one in episodes]
         paid, why = np.array(paid_E, np.float32), failed[-1] if failed else ""
-        return self._scored(problems, answers, shown, finished, environment_B=paid, environment_failure=why)
+        return self._scored(each, answers, shown, finished, environment_B=paid, environment_failure=why)
 
     def _scored(
         self,
@@ -102,6 +101,11 @@ class Reward:
             environment_failure=environment_failure,
             progress=partial(self._progress, "reward"),
         )
+
+
+def _repeated(problems: Sequence[Problem], count: int) -> list[Problem]:
+    """Return the problem of each of `count` responses, an equal number for each problem."""
+    return [problem for problem in problems for _ in range(count // len(problems))]
 
 
 def _as_dict(episode: EpisodeRecord, messages: Sequence[Message]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrlhf.agent_loop import AgentLoop
-from jaxrlhf.batch import KEPT, EpisodeBatch, Problem, RolloutBatch
-from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, append
+from jaxrlhf.batch import KEPT, Problem, RolloutBatch
+from jaxrlhf.batching.partial_rollouts import OpenGroups, Round, append
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Completion, Engine, Request
 from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
@@ -94,7 +94,11 @@ class Sampler:
     def generate(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
     ) -> RolloutBatch:
-        """Sample responses, prompt-major; see `GenerationWorker.generate_sequences`."""
+        """Sample responses or, with an environment, run episodes; see `GenerationWorker.generate_sequences`."""
+        if self.agent_loop is not None:
+            assert isinstance(self.engine, Engine), "episodes require the built-in engine"
+            sizes, progress = {"copies": responses_per_prompt, "width": self.width}, partial(self.progress, "episodes")
+            return self.agent_loop.run(self.engine, problems, sampling, seed=seed, progress=progress, **sizes)
         requests, prompts = requests_of(problems, responses_per_prompt)
         completions = self.engine.generate(
             requests,
@@ -112,31 +116,42 @@ class Sampler:
             )
         return rollout
 
-    def continue_sequences(
-        self, problems: Sequence[Problem], in_progress: PartialRollout, sampling: Sampling, until: Round
-    ) -> PartialRollout:
-        """Continue groups in progress, the oldest first, until enough of them are complete."""
-        end = until.share(len(problems))
-        if not isinstance(self.engine, Engine):
+    def continue_groups(
+        self, problems: Sequence[Problem], groups: OpenGroups, sampling: Sampling, until: Round
+    ) -> OpenGroups:
+        """Continue groups, the oldest first, until enough are complete; see `GenerationWorker.continue_groups`."""
+        end, engine = until.share(len(problems)), self.engine
+        if not isinstance(engine, Engine):
             raise Refusal(
-                f"rollout.over_provision continues responses with later weights, which {type(self.engine).__name__} "
+                f"rollout.over_provision continues responses with later weights, which {type(engine).__name__} "
                 "does not support; set rollout.over_provision=1, or generate with the built-in engine"
             )
-        assert self.engine.weights is not None, "no weights are loaded"
-        engine, copies, version = self.engine, in_progress.copies, self.engine.weights.version
-        rollout: RolloutBatch = jax.tree.map(np.array, in_progress.rollout)
-        started_P, ended_B = in_progress.started_P, in_progress.ended_B.copy()
+        if self.agent_loop is not None:
+            how: dict[str, Any] = {"width": self.width, "progress": partial(self.progress, "episodes")}
+            arrived = self.agent_loop.resume_groups(engine, problems, groups, sampling, end, **how)
+            ids = [problem.prompt_id for problem in problems]
+            arrived_B = np.repeat(np.isin(ids, arrived.sequences.prompt_id_B), groups.copies)
+            return replace(groups, ended_B=groups.ended_B | arrived_B, rollout=arrived)
+        return self._continue_responses(engine, problems, groups, sampling, end)
+
+    def _continue_responses(
+        self, engine: Engine, problems: Sequence[Problem], groups: OpenGroups, sampling: Sampling, end: Round
+    ) -> OpenGroups:
+        assert engine.weights is not None, "no weights are loaded"
+        copies, version = groups.copies, engine.weights.version
+        rollout: RolloutBatch = jax.tree.map(np.array, groups.rollout)
+        started_P, ended_B = groups.started_P, groups.ended_B.copy()
         open_rows = np.flatnonzero(~ended_B).tolist()
         open_rows.sort(key=lambda row: started_P[row // copies])
         states, row_of = {}, {}
         for row in open_rows:
             request = continued_request(problems[row // copies], rollout, row, copy=row % copies, copies=copies)
-            states[row] = engine.new_sequence(request, sampling, seed=int(in_progress.seed_B[row]))
+            states[row] = engine.new_sequence(request, sampling, seed=int(groups.seed_P[row // copies]))
             row_of[request.request_id] = row
         try:
             for state in states.values():
                 engine.enqueue(state)
-            while not end.over(replace(in_progress, ended_B=ended_B).complete_P, started_P):
+            while not end.over(replace(groups, ended_B=ended_B).complete_P, started_P):
                 for completion in engine.step():
                     row = row_of[completion.request_id]
                     ended_B[row], rollout.truncated_B[row] = True, completion.truncated
@@ -148,44 +163,7 @@ class Sampler:
             if state.kept:
                 kept_BTK: Any = rollout.sequences.recorded[KEPT]
                 kept_BTK[row, columns] = np.concatenate(state.kept)[: len(state.tokens)]
-        return replace(in_progress, rollout=rollout, ended_B=ended_B)
-
-    def run_episodes(
-        self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
-    ) -> EpisodeBatch:
-        """Run episodes that start from these problems, prompt-major; see `GenerationWorker.run_episodes`."""
-        assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes require an environment"
-        return self.agent_loop.run(
-            self.engine,
-            problems,
-            sampling,
-            copies=responses_per_prompt,
-            seed=seed,
-            width=self.width,
-            progress=partial(self.progress, "episodes"),
-        )
-
-    def continue_episodes(
-        self,
-        problems: Sequence[Problem],
-        groups: OpenGroups,
-        sampling: Sampling,
-        until: Round,
-        *,
-        responses_per_prompt: int,
-    ) -> EpisodeBatch:
-        """Continue groups of episodes until enough are complete; see `GenerationWorker.continue_episodes`."""
-        assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes require an environment"
-        return self.agent_loop.resume_groups(
-            self.engine,
-            problems,
-            groups,
-            sampling,
-            until.share(len(problems)),
-            copies=responses_per_prompt,
-            width=self.width,
-            progress=partial(self.progress, "episodes"),
-        )
+        return replace(groups, rollout=rollout, ended_B=ended_B)
 
     def _listener(
         self, requests: Sequence[Request], problems: Sequence[Problem]

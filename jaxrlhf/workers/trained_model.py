@@ -11,8 +11,9 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrlhf.batch import Array, Diverged, Experience, Params
-from jaxrlhf.batching.packing import PackedBatch
+from jaxrlhf.batch import Array, Diverged, Params
+from jaxrlhf.batching.packing import PackedBatch, Packing
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Optimizer
 from jaxrlhf.models.lora.lora import adapted, declare_adapters
@@ -175,13 +176,18 @@ class TrainedWorker(ModelWorker):
             )
         return self._gradient_programs[key]
 
+    def _packed(self, experience: Experience) -> tuple[Packing, Any]:
+        """Return the packing of an update's sequences, and the packed weights and fields."""
+        packing = self.pack(experience.batch, prompts=experience.prompts, together=experience.together)
+        columns = experience.batch.columns
+        return packing, jax.tree.map(packing.pack, (columns["weight"], columns["fields"]))
+
     def gradient(
         self, experience: Experience, objective: Objective, settings: Hashable, *, temperature: float = 1.0
     ) -> tuple[Params, list[dict[str, jax.Array]]]:
         """Return the gradient of `sum(weight * token_loss)` over all microbatches, and the metric sums of each."""
         gradient = self._zeros(self.trained.tree)
-        packing = self.pack(experience.sequences, prompts=experience.prompts, together=experience.together)
-        packed = jax.tree.map(packing.pack, (experience.weight_BT, experience.fields))
+        packing, packed = self._packed(experience)
         program = self.gradient_program(objective, settings)
         trained, sums = self.trained.tree, []
         for index, rows in enumerate(packing.rows()):
@@ -196,10 +202,9 @@ class TrainedWorker(ModelWorker):
         self, experience: Experience, objective: Objective, settings: Hashable, temperature: float
     ) -> Updated:
         """Lower the programs of an update, and return metrics of 0."""
-        packing = self.pack(experience.sequences, prompts=experience.prompts, together=experience.together)
-        fields = experience.weight_BT, experience.fields
-        packed = jax.tree.map(lambda array: packing.trim(packing.pack(array)[0], 0), fields)
-        rows, part, scale = self._on_mesh(next(packing.rows())), self._on_mesh(packed), np.float32(temperature)
+        packing, packed = self._packed(experience)
+        part = self._on_mesh(jax.tree.map(lambda x: packing.trim(x[0], 0), packed))
+        rows, scale = self._on_mesh(next(packing.rows())), np.float32(temperature)
         trained, lowered = self.trained.tree, self.lowered
         lowered["zero gradient"] = self._zeros.lower(trained)
         stacked = described(lowered["zero gradient"].out_info, self._stacked)

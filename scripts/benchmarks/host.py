@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrlhf.batch import MinibatchRows, Problem, RolloutBatch, Scores, Sequences
+from jaxrlhf.batch import Problem, RolloutBatch, Scores, Sequences
+from jaxrlhf.batching.ragged import MinibatchRows
 from jaxrlhf.config import GRPO, load
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.grpo import grpo

@@ -19,7 +19,8 @@ import jax
 import numpy as np
 
 from jaxrlhf.algos import policy_objective
-from jaxrlhf.batch import Array, Experience, RolloutBatch, Sequences
+from jaxrlhf.batch import Array, RolloutBatch, Sequences
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import Config, Remat
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.workers.build import Phase
@@ -57,7 +58,7 @@ def measure(workload: bench.Workload, config: Config, *, repeats: int) -> dict[s
     fields = {name: draw.normal(-9, 0.1, shape).astype(np.float32) for name in ("old_logp", "ref_logp")}
     fields |= {"advantage": draw.normal(size=shape).astype(np.float32), "kl_weight": np.full(shape, 1e-5, np.float32)}
     weight_BT = np.where(sequences.mask_BT, 1 / sequences.mask_BT.sum(), 0).astype(np.float32)
-    experience = [Experience(sequences, weight_BT, fields)]
+    experience = [Experience.of(sequences, weight_BT, fields)]
     pools = launch(config, bench.tokenizer(preset, outside=False), progress=lambda *_: None, workdir=None)
     roles = pools.roles(Phase(config, ("actor",), 100))
     nothing_B, zero_BT = np.zeros(shape[0], bool), np.zeros(shape, np.int32)

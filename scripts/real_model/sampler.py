@@ -34,10 +34,7 @@ def _both(config: Config, given: Given, copies: int) -> tuple[RolloutBatch, dict
     problems = list(load_split(found.config, found.tokenizer, "train").problems[: config.rollout.prompts_per_step])
     how: dict[str, Any] = {"responses_per_prompt": copies, "seed": 1}
     with RunConsole(steps=0) as console, found.launched(console) as roles:
-        if config.environment is None:
-            sampled = value_of(roles.actor.generate_sequences(problems, Sampling(), **how))
-        else:
-            sampled = value_of(roles.actor.run_episodes(problems, Sampling(), **how)).rollout
+        sampled = value_of(roles.actor.generate_sequences(problems, Sampling(), **how))
         return sampled, gaps(sampled, value_of(roles.actor.compute_log_prob(sampled)))
 
 

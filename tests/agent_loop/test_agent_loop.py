@@ -98,7 +98,7 @@ def problems(count, *, pause_s=0.0, first=0):
 
 def prompts_of(batch):
     """Prompt length of each turn: the number of earlier tokens."""
-    turn_BT = batch.rollout.episodes.turn_BT
+    turn_BT = batch.episodes.turn_BT
     return [int((row_T == turn).argmax()) for row_T in turn_BT for turn in range(row_T.max() + 1)]
 
 
@@ -112,7 +112,7 @@ def together(loop, engine):
 
 
 def test_the_log_probabilities_of_ten_turns_equal_the_trainers(together, weights):
-    sequences = together.rollout.sequences
+    sequences = together.sequences
     position_BT = np.broadcast_to(np.arange(PROMPT + RESPONSE), sequences.token_BT.shape)
     inside_BT = (position_BT < sequences.length_B[:, None]).astype(np.int32)
     hidden = models.hidden_states(weights, MODEL, sequences.token_BT, position_BT, inside_BT).hidden_RWD
@@ -121,16 +121,16 @@ def test_the_log_probabilities_of_ten_turns_equal_the_trainers(together, weights
         np.asarray(jax.nn.log_softmax(logits_BTV))[:, :-1], sequences.token_BT[:, 1:, None], axis=2
     )[..., 0]
     mask_BT = sequences.mask_BT[:, 1:]
-    gap_BT = np.abs(logp_BT - together.rollout.sampler_logp_BT[:, 1:])[mask_BT]
+    gap_BT = np.abs(logp_BT - together.sampler_logp_BT[:, 1:])[mask_BT]
     assert gap_BT.max() < 1e-5
     assert mask_BT.sum() > 12 * TURNS
-    assert not together.rollout.sampler_logp_BT[~sequences.mask_BT].any()
+    assert not together.sampler_logp_BT[~sequences.mask_BT].any()
 
 
 def test_tokens_have_their_turn_numbers(together):
-    rollout = together.rollout
+    rollout = together
     assert rollout.episodes.episode_B.tolist() == list(range(12))
-    for row, record in enumerate(together.record_E):
+    for row, record in enumerate(together.episodes.records):
         assert (record.stop, len(record.turns)) == ("done", TURNS)
         turn_T, mask_T = rollout.episodes.turn_BT[row], rollout.sequences.mask_BT[row]
         assert ((turn_T >= 0) == mask_T).all()
@@ -145,7 +145,7 @@ def test_tokens_have_their_turn_numbers(together):
 
 
 def test_turns_in_equal_states_have_one_anchor(together):
-    anchor_BT, turn_BT = together.rollout.episodes.anchor_BT, together.rollout.episodes.turn_BT
+    anchor_BT, turn_BT = together.episodes.anchor_BT, together.episodes.turn_BT
     even, odd = ({*anchor_BT[(turn_BT >= 0) & (turn_BT % 2 == parity)].tolist()} for parity in (0, 1))
     assert len(even) == len(odd) == 1 and even != odd  # `Talks` names two states, which take turns
 
@@ -153,12 +153,12 @@ def test_turns_in_equal_states_have_one_anchor(together):
 def test_an_episode_does_not_depend_on_other_episodes_with_slow_tools(loop, engine, together):
     slow = run(loop, engine, problems(6, pause_s=0.05))
     alone = run(loop, engine, problems(1, first=4))
-    assert {record.stop for batch in (slow, alone) for record in batch.record_E} == {"done"}
+    assert {record.stop for batch in (slow, alone) for record in batch.episodes.records} == {"done"}
     for name in ("token_BT", "length_B", "mask_BT"):
-        ours, theirs = (getattr(batch.rollout.sequences, name) for batch in (slow, together))
+        ours, theirs = (getattr(batch.sequences, name) for batch in (slow, together))
         np.testing.assert_array_equal(ours, theirs)
-        np.testing.assert_array_equal(getattr(alone.rollout.sequences, name), theirs[8:10])
-    gap_BT = np.abs(alone.rollout.sampler_logp_BT - together.rollout.sampler_logp_BT[8:10])
+        np.testing.assert_array_equal(getattr(alone.sequences, name), theirs[8:10])
+    gap_BT = np.abs(alone.sampler_logp_BT - together.sampler_logp_BT[8:10])
     assert gap_BT.max() < 1e-5
 
 
@@ -194,16 +194,16 @@ def test_tokens_depend_neither_on_the_order_of_answers_nor_on_processes(loop, en
     settings = replace(TALKS, episodes_per_process=12 // processes, workers=processes)
     with pool_of((settings,)) as pool:
         batch = run(replace(loop, environment=settings, pool=pool), engine, problems(6))
-    assert {record.stop for record in batch.record_E} == {"done"}
+    assert {record.stop for record in batch.episodes.records} == {"done"}
     for name in ("token_BT", "length_B", "mask_BT"):
-        np.testing.assert_array_equal(getattr(batch.rollout.sequences, name), getattr(together.rollout.sequences, name))
+        np.testing.assert_array_equal(getattr(batch.sequences, name), getattr(together.sequences, name))
 
 
 def test_later_turns_compute_only_new_tokens(loop, engine):
     """At most a quarter of all prompt tokens is prefilled: a prefill starts at the shortest cached prefix."""
     before = engine.prefill.prompt_tokens, engine.prefill.reused_tokens
     batch = run(loop, engine, problems(4), copies=1)
-    assert {record.stop for record in batch.record_E} == {"done"}
+    assert {record.stop for record in batch.episodes.records} == {"done"}
     asked, reused = engine.prefill.prompt_tokens - before[0], engine.prefill.reused_tokens - before[1]
     assert asked == sum(length for length in prompts_of(batch))
     assert reused > 0.75 * asked
@@ -225,16 +225,16 @@ def test_the_cause_of_the_end_is_recorded(loop, engine, stop):
     with EnvironmentPool((settings,)) as pool:
         pause_s = 1.0 if stop.endswith("timeout") else 0.0
         batch = run(replace(loop, environment=settings, pool=pool), engine, problems(2, pause_s=pause_s), copies=1)
-    assert batch.record_E[1].stop == stop
-    assert bool(batch.rollout.truncated_B[1]) == (stop in TRUNCATIONS)
-    assert bool(batch.record_E[1].failure) == (stop in FAILURES or stop == "episode_timeout")
+    assert batch.episodes.records[1].stop == stop
+    assert bool(batch.truncated_B[1]) == (stop in TRUNCATIONS)
+    assert bool(batch.episodes.records[1].failure) == (stop in FAILURES or stop == "episode_timeout")
 
 
 def test_an_episode_ends_at_its_token_limit(loop, engine):
     batch = run(replace(loop, max_response_tokens=20), engine, problems(2), copies=1)
-    assert {record.stop for record in batch.record_E} == {"tokens_of_episode"}
-    assert all(len(record.turns) > 1 for record in batch.record_E)
-    assert all(batch.rollout.truncated_B)
+    assert {record.stop for record in batch.episodes.records} == {"tokens_of_episode"}
+    assert all(len(record.turns) > 1 for record in batch.episodes.records)
+    assert all(batch.truncated_B)
 
 
 SAID = {"answered": ["<<1*7>>", "7"], "tool_calls": ["<<1*7>>", "<<7*1>>"], "malformed_call": ["<<1*7"]}
@@ -256,7 +256,7 @@ def calculates():
 def test_too_many_calls_end_an_episode(calculates, engine, monkeypatch, stop, closing):
     """The replies are scripted, because random weights call no tool."""
     monkeypatch.setattr(EngineService, "submit", written(text + closing for text in SAID[stop]))
-    record = run(calculates, engine, problems(1), copies=1).record_E[0]
+    record = run(calculates, engine, problems(1), copies=1).episodes.records[0]
     assert record.stop == stop
     assert [turn.reply.text for turn in record.turns] == SAID[stop]
 
@@ -279,8 +279,8 @@ def test_a_truncated_reply_without_calls_is_not_an_answer(calculates, engine, mo
     monkeypatch.setattr(EngineService, "submit", written(["<<1*7>>", "12"], truncated=True))
     settings = replace(calculates.environment, cut_turns="close", max_calls=2)
     batch = run(replace(calculates, environment=settings), engine, problems(1), copies=1)
-    assert [(record.stop, len(record.turns)) for record in batch.record_E] == [("tokens_of_turn", 2)]
-    assert batch.rollout.truncated_B.all()
+    assert [(record.stop, len(record.turns)) for record in batch.episodes.records] == [("tokens_of_turn", 2)]
+    assert batch.truncated_B.all()
 
 
 @pytest.mark.slow
@@ -289,8 +289,8 @@ def test_an_episode_that_times_out_during_a_reply_gets_its_final_reward(engine, 
     settings = replace(TALKS, factory="talking_environments:Answers", episode_s=1.0)
     with EnvironmentPool((settings,)) as pool:
         batch = run(AgentLoop(settings, ChatFormat(TOKENIZER), pool, PROMPT, RESPONSE), engine, problems(1), copies=1)
-    assert [(record.stop, record.environment_reward) for record in batch.record_E] == [("episode_timeout", 1.0)]
-    assert batch.rollout.episodes.reward_BT.sum() == 1.0
+    assert [(record.stop, record.environment_reward) for record in batch.episodes.records] == [("episode_timeout", 1.0)]
+    assert batch.episodes.reward_BT.sum() == 1.0
 
 
 def test_every_stop_cause_is_tested():
@@ -300,16 +300,16 @@ def test_every_stop_cause_is_tested():
 
 def test_a_first_prompt_that_is_too_long_fails_only_its_episode(loop, engine):
     batch = run(replace(loop, max_prompt_tokens=3), engine, problems(1), copies=1)
-    assert batch.record_E[0].stop == "environment_error"
-    assert "rollout.max_prompt_tokens=3" in batch.record_E[0].failure
-    assert not batch.rollout.sequences.mask_BT.any()
+    assert batch.episodes.records[0].stop == "environment_error"
+    assert "rollout.max_prompt_tokens=3" in batch.episodes.records[0].failure
+    assert not batch.sequences.mask_BT.any()
 
 
 def test_invalid_tool_schemas_fail_only_their_episode(loop, engine, monkeypatch):
     begun = Future()
     begun.set_result(Opening([{"role": "user", "content": "?"}], [{"type": "function", "function": {"name": "f"}}] * 2))
     monkeypatch.setattr(EnvironmentPool, "start", lambda *_: begun)
-    [record] = run(loop, engine, problems(1), copies=1).record_E
+    [record] = run(loop, engine, problems(1), copies=1).episodes.records
     assert record.stop == "environment_error" and "two tools have the name 'f'" in record.failure
 
 
@@ -323,8 +323,8 @@ def test_a_rewritten_history_that_is_too_long_is_not_a_row(loop, engine, monkeyp
     monkeypatch.setattr(Conversation, "_follow", rewrites)
     settings = replace(TALKS, history="as_templated")
     batch = run(replace(loop, environment=settings), engine, problems(1), copies=1)
-    assert [record.stop for record in batch.record_E] == ["tokens_of_episode"]
-    assert batch.rollout.sequences.mask_BT.any(axis=1).tolist() == [True]
+    assert [record.stop for record in batch.episodes.records] == ["tokens_of_episode"]
+    assert batch.sequences.mask_BT.any(axis=1).tolist() == [True]
 
 
 @pytest.mark.slow
@@ -333,10 +333,10 @@ def test_a_class_with_tools_as_methods_appends_to_the_records_prompt(engine):
     settings = replace(TALKS, factory="talking_environments:Answers")
     with EnvironmentPool((settings,)) as pool:
         batch = run(AgentLoop(settings, ChatFormat(TOKENIZER), pool, PROMPT, RESPONSE), engine, problems(1), copies=1)
-    record = batch.record_E[0]
+    record = batch.episodes.records[0]
     assert [message["content"] for message in record.opening] == ["? Ask."]
     prompt = TOKENIZER.apply_chat_template(list(record.opening), add_generation_prompt=True, return_dict=False)
-    assert batch.rollout.sequences.token_BT[0, : len(prompt)].tolist() == prompt
+    assert batch.sequences.token_BT[0, : len(prompt)].tolist() == prompt
     assert record.environment_reward == sum(len(turn.calls) for turn in record.turns)
 
 

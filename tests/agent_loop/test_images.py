@@ -16,6 +16,7 @@ import PIL.Image
 import PIL.ImageFile
 import pytest
 import seeing_environments
+from packed_arrays import PackedArrays
 from tiny_models import drawn
 from tiny_runs import numbers, records
 
@@ -23,8 +24,8 @@ import jaxrlhf
 from jaxrlhf import models
 from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import Image, Problem, Sequences
-from jaxrlhf.batching.packing import Packing
-from jaxrlhf.batching.shared_prompts import shared_prefixes
+from jaxrlhf.batching import shared_prompts
+from jaxrlhf.batching.ragged import RaggedBatch
 from jaxrlhf.config import Agent, Checkpointing, Environment, Evaluation, Refusal, Rollout, Sampling, Shapes, Tools
 from jaxrlhf.config import load as load_configuration
 from jaxrlhf.conversations.chat_format import ChatFormat
@@ -106,7 +107,9 @@ def with_picture(number):
 def logp_of(sequences):
     """Compute log-probabilities as in training, in rows with shared prompts."""
     shape, _, reader, params, _ = parts()
-    packing = Packing(sequences, rows=2, row_tokens=4 * (PROMPT + RESPONSE), vision=shape.vision, pixels=reader.patches)
+    packing = PackedArrays(
+        sequences, rows=2, row_tokens=4 * (PROMPT + RESPONSE), vision=shape.vision, pixels=reader.patches
+    )
 
     @jax.jit
     def compute(params, rows):
@@ -127,21 +130,21 @@ def played():
 def test_every_turn_sees_the_earlier_pictures():
     """Pictures of `reset`, of `step`, and of a record's prompt."""
     batch = played()
-    sequences = batch.rollout.sequences
-    assert [record.stop for record in batch.record_E] == ["done"] * 4
+    sequences = batch.sequences
+    assert [record.stop for record in batch.episodes.records] == ["done"] * 4
     assert [len(images) for images in sequences.images_B] == [TURNS] * 4
     mask_BT, token = sequences.mask_BT, parts()[2].placeholders.token
     for row, images in enumerate(sequences.images_B):
         places = [place for one in images for place in range(one.start, one.start + one.tokens)]
         there = (sequences.token_BT[row] == token) & ~mask_BT[row]
         assert np.flatnonzero(there).tolist() == places
-    np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.rollout.sampler_logp_BT[mask_BT], atol=1e-4)
+    np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.sampler_logp_BT[mask_BT], atol=1e-4)
 
 
 @pytest.mark.slow
 def test_probabilities_depend_on_the_pictures():
     """They depend on pictures of later turns and on pictures of the prompt."""
-    sequences = played().rollout.sequences
+    sequences = played().sequences
     for place in range(TURNS):
         images_B = np.empty(4, object)
         for row, images in enumerate(sequences.images_B):
@@ -152,7 +155,7 @@ def test_probabilities_depend_on_the_pictures():
             new = parts()[2].refer(url, place="here")
             assert new.grid == images[place].grid
             images_B[row] = tuple(replace(new, start=one.start) if n == place else one for n, one in enumerate(images))
-        changed_BT = np.abs(logp_of(replace(sequences, images_B=images_B)) - played().rollout.sampler_logp_BT)
+        changed_BT = np.abs(logp_of(replace(sequences, images_B=images_B)) - played().sampler_logp_BT)
         for row, images in enumerate(sequences.images_B):
             own_T, start = sequences.mask_BT[row], images[place].start
             assert changed_BT[row][own_T & (np.arange(len(own_T)) > start)].max() > 1e-3
@@ -163,17 +166,17 @@ def test_probabilities_depend_on_the_pictures():
 def test_pictures_with_equal_content_are_stored_once():
     """Rows and records of a batch share one object for each picture, and a pickle of the batch holds its content."""
     batch = played()
-    shown = [image.source for images in batch.rollout.sequences.images_B for image in images]
+    shown = [image.source for images in batch.sequences.images_B for image in images]
     shown = [source for source in shown if isinstance(source, ShownImage)]
-    messages = [message for record in batch.record_E for message in record.messages]
+    messages = [message for record in batch.episodes.records for message in record.messages]
     parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     told = {
         id(part["image_url"]["url"]) for part in parts if isinstance(part.get("image_url", {}).get("url"), ShownImage)
     }
     assert len(shown) == 2 * TURNS + 2 * (TURNS - 1) and told >= set(map(id, shown))
     assert all(one.load().startswith("data:image/png;base64,") for one in shown)
-    kept = pickle.loads(pickle.dumps(batch)).rollout.sequences.images_B
-    assert kept.tolist() == batch.rollout.sequences.images_B.tolist()
+    kept = pickle.loads(pickle.dumps(batch)).sequences.images_B
+    assert kept.tolist() == batch.sequences.images_B.tolist()
     assert pickle.dumps(batch).count(shown[0].load().encode()) == 1
 
 
@@ -184,6 +187,10 @@ def test_a_records_prompt_has_the_same_tokens_in_a_conversation():
     assert (begun.prompt, begun.images) == (one.prompt_tokens, one.images)
 
 
+def shared(sequences: Sequences) -> np.ndarray:
+    return shared_prompts.shared_prefixes(RaggedBatch.of(sequences))
+
+
 def test_prompts_with_different_pictures_are_not_shared():
     """Their tokens are equal."""
     token_BT = np.array([[1, 2, 9, 9, 3, 4, 5]] * 3)
@@ -192,12 +199,12 @@ def test_prompts_with_different_pictures_are_not_shared():
     for row, digest in enumerate("aab"):
         images_B[row] = (Image("here", digest, (1, 2, 4), 2, 2),)
     sequences = Sequences(token_BT, np.full(3, 7), mask_BT, np.zeros(3, np.int64))
-    assert shared_prefixes(sequences).tolist() == [5, 5, 5]
-    assert shared_prefixes(replace(sequences, images_B=images_B)).tolist() == [2, 2, 2]
+    assert shared(sequences).tolist() == [5, 5, 5]
+    assert shared(replace(sequences, images_B=images_B)).tolist() == [2, 2, 2]
     images_B[2] = images_B[0]
-    assert shared_prefixes(replace(sequences, images_B=images_B)).tolist() == [5, 5, 5]
+    assert shared(replace(sequences, images_B=images_B)).tolist() == [5, 5, 5]
     images_B[2] = ()
-    assert shared_prefixes(replace(sequences, images_B=images_B)).tolist() == [2, 2, 2]
+    assert shared(replace(sequences, images_B=images_B)).tolist() == [2, 2, 2]
 
 
 @pytest.mark.slow
@@ -207,7 +214,7 @@ def test_prompts_with_different_pictures_are_not_shared():
 )
 def test_pictures_that_cannot_be_shown_fail_the_episode(environment, said):
     batch = run(replace(SHOWS, factory=f"seeing_environments:{environment}"), [problem(0)], copies=1)
-    (record,) = batch.record_E
+    (record,) = batch.episodes.records
     assert record.stop == "environment_error" and said in record.failure
 
 
@@ -272,16 +279,16 @@ def rewriting():
 def test_a_rewritten_history_shows_its_pictures_again():
     """Each reply starts a further sequence, trained as it was sampled."""
     batch = run(replace(SHOWS, history="as_templated"), [problem(0), with_picture(1)], form=rewriting())
-    sequences, episodes = batch.rollout.sequences, batch.rollout.episodes
-    assert [record.stop for record in batch.record_E] == ["done"] * 4
-    assert [record.forks for record in batch.record_E] == [{"template": TURNS - 1}] * 4
+    sequences, episodes = batch.sequences, batch.episodes
+    assert [record.stop for record in batch.episodes.records] == ["done"] * 4
+    assert [record.forks for record in batch.episodes.records] == [{"template": TURNS - 1}] * 4
     assert [len(images) for images in sequences.images_B] == [1, 2, 3] * 4
     mask_BT, token = sequences.mask_BT, parts()[2].placeholders.token
     for row, images in enumerate(sequences.images_B):
         places = [place for one in images for place in range(one.start, one.start + one.tokens)]
         assert np.flatnonzero((sequences.token_BT[row] == token) & ~mask_BT[row]).tolist() == places
         assert set(episodes.turn_BT[row][mask_BT[row]].tolist()) == {row % TURNS}
-    np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.rollout.sampler_logp_BT[mask_BT], atol=1e-4)
+    np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.sampler_logp_BT[mask_BT], atol=1e-4)
 
 
 @pytest.mark.slow
@@ -290,9 +297,9 @@ def test_a_mark_in_a_reply_is_not_a_picture_in_a_rewritten_history():
     conversation = Conversation(form, restore_images(one.messages, one.images), history="as_templated")
     drawn = (*form.tokenizer.encode("an <image>", add_special_tokens=False), form.tokenizer.eos_token_id)
     conversation.sampled(drawn, [0.0] * len(drawn))
-    conversation.observe(played().record_E[0].opening)
+    conversation.observe(played().episodes.records[0].opening)
     digests = [image.digest for image in conversation.images]
-    assert digests == [one.images[0].digest, played().rollout.sequences.images_B[0][0].digest]
+    assert digests == [one.images[0].digest, played().sequences.images_B[0][0].digest]
     assert "so: an <image>" in form.tokenizer.decode(conversation.prompt)
 
 
@@ -306,8 +313,8 @@ def test_a_record_without_pictures_may_spell_a_mark():
 def test_pictures_of_an_agent_program_are_trained_on():
     """Two sequences of an episode, whose first prompts differ only by their pictures."""
     batch = run(Agent(program="seeing_environments:asks", turn_tokens=5), [problem(0), problem(1)])
-    sequences = batch.rollout.sequences
-    assert [record.stop for record in batch.record_E] == ["done"] * 4
+    sequences = batch.sequences
+    assert [record.stop for record in batch.episodes.records] == ["done"] * 4
     assert sorted(map(len, sequences.images_B)) == [1] * 4 + [2] * 4
     for row in range(0, 8, 2):
         one, other = sequences.images_B[row][0], sequences.images_B[row + 1][0]
@@ -315,18 +322,18 @@ def test_pictures_of_an_agent_program_are_trained_on():
         assert one.start == other.start and one.digest != other.digest
         assert (sequences.token_BT[row, :begun] == sequences.token_BT[row + 1, :begun]).all()
     mask_BT = sequences.mask_BT
-    np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.rollout.sampler_logp_BT[mask_BT], atol=1e-4)
+    np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.sampler_logp_BT[mask_BT], atol=1e-4)
 
 
 @pytest.mark.seeds
 def test_histories_of_agent_programs_are_rewritten_with_their_pictures():
     settings = Agent(program="seeing_environments:asks", turn_tokens=5, history="as_templated")
     batch = run(settings, [problem(0)], copies=1, form=rewriting())
-    sequences, (record,) = batch.rollout.sequences, batch.record_E
+    sequences, (record,) = batch.sequences, batch.episodes.records
     assert record.stop == "done" and record.forks == {"template": 1, "branch": 1}
     assert sorted(map(len, sequences.images_B)) == [1, 1, 2]
     mask_BT = sequences.mask_BT
-    np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.rollout.sampler_logp_BT[mask_BT], atol=1e-4)
+    np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.sampler_logp_BT[mask_BT], atol=1e-4)
 
 
 @pytest.mark.slow

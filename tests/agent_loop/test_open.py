@@ -38,13 +38,13 @@ def new_weights(weights):
 
 
 def groups(count, *, ended=(), begun=0):
-    ended_P = np.array([number in ended for number in range(count)])
-    return OpenGroups(np.full(count, 11), np.full(count, begun), ended_P)
+    ended_B = np.repeat([number in ended for number in range(count)], COPIES)
+    return OpenGroups(np.full(count, 11), np.full(count, begun), ended_B)
 
 
 def resume(agents, engine, asked, state, *, complete=None, due=-1):
     until = Round(len(asked) if complete is None else complete, len(asked), due)
-    return agents.resume_groups(engine, asked, state, Sampling(), until, copies=COPIES, width=PROMPT + RESPONSE)
+    return agents.resume_groups(engine, asked, state, Sampling(), until, width=PROMPT + RESPONSE)
 
 
 def load(engine, weights, version):
@@ -53,7 +53,7 @@ def load(engine, weights, version):
 
 
 def prompts(batch):
-    return [*dict.fromkeys(batch.rollout.sequences.prompt_id_B.tolist())]
+    return [*dict.fromkeys(batch.sequences.prompt_id_B.tolist())]
 
 
 def logps(weights, sequences):
@@ -73,22 +73,22 @@ def test_slow_episodes_continue_under_the_next_policy(agents, engine, weights, n
     whole = run(agents, engine, asked)
     first = resume(agents, engine, asked, groups(4), complete=2)
     assert prompts(first) == [0, 2]  # the other environments pause
-    rows = np.isin(whole.rollout.sequences.prompt_id_B, (0, 2))
-    np.testing.assert_array_equal(first.rollout.sequences.token_BT, whole.rollout.sequences.token_BT[rows])
+    rows = np.isin(whole.sequences.prompt_id_B, (0, 2))
+    np.testing.assert_array_equal(first.sequences.token_BT, whole.sequences.token_BT[rows])
     load(engine, new_weights, 4)
     try:
         rest = resume(agents, engine, asked, groups(4, ended=(0, 2)))
     finally:
         load(engine, weights, 3)
-    assert prompts(rest) == [1, 3] and {record.stop for record in rest.record_E} == {"done"}
-    sequences, version_BT = rest.rollout.sequences, rest.rollout.version_BT
+    assert prompts(rest) == [1, 3] and {record.stop for record in rest.episodes.records} == {"done"}
+    sequences, version_BT = rest.sequences, rest.version_BT
     assert {*version_BT[sequences.mask_BT].tolist()} == {3, 4}
     said = {version: logps(given, sequences) for version, given in ((3, weights), (4, new_weights))}
     for version, logp_BT in said.items():
         drawn_BT = (sequences.mask_BT & (version_BT == version))[:, 1:]
-        np.testing.assert_allclose(logp_BT[drawn_BT], rest.rollout.sampler_logp_BT[:, 1:][drawn_BT], atol=1e-5)
-    turn_BT = rest.rollout.episodes.turn_BT
-    for row, record in enumerate(rest.record_E):
+        np.testing.assert_allclose(logp_BT[drawn_BT], rest.sampler_logp_BT[:, 1:][drawn_BT], atol=1e-5)
+    turn_BT = rest.episodes.turn_BT
+    for row, record in enumerate(rest.episodes.records):
         by_turn = [{*version_BT[row, turn_BT[row] == turn].tolist()} for turn in range(TURNS)]
         assert all(len(versions) == 1 for versions in by_turn)
         assert [min(versions) for versions in by_turn] == sorted(min(versions) for versions in by_turn)
@@ -108,9 +108,7 @@ def test_a_group_missing_in_a_call_is_dropped_and_later_starts_again(agents, eng
     later = problems(1, first=8)
     assert prompts(resume(agents, engine, later, groups(1, begun=1))) == [8]
     again = resume(agents, engine, asked[1:], groups(1))
-    np.testing.assert_array_equal(
-        again.rollout.sequences.token_BT, run(agents, engine, asked[1:]).rollout.sequences.token_BT
-    )
+    np.testing.assert_array_equal(again.sequences.token_BT, run(agents, engine, asked[1:]).sequences.token_BT)
 
 
 def test_evaluation_may_run_the_same_episodes_between_two_calls(agents, engine):
@@ -119,9 +117,9 @@ def test_evaluation_may_run_the_same_episodes_between_two_calls(agents, engine):
     resume(agents, engine, asked, groups(2), complete=1)
     between = run(agents, engine, asked)
     rest = resume(agents, engine, asked, groups(2, ended=(0,)))
-    assert {record.stop for batch in (between, rest) for record in batch.record_E} == {"done"}
-    rows = between.rollout.sequences.prompt_id_B == 1
-    np.testing.assert_array_equal(rest.rollout.sequences.token_BT, between.rollout.sequences.token_BT[rows])
+    assert {record.stop for batch in (between, rest) for record in batch.episodes.records} == {"done"}
+    rows = between.sequences.prompt_id_B == 1
+    np.testing.assert_array_equal(rest.sequences.token_BT, between.sequences.token_BT[rows])
 
 
 @pytest.mark.slow
@@ -138,8 +136,8 @@ def test_time_limits_pause_between_two_calls(agents, engine):
             rest = resume(timed, engine, asked, groups(4, ended=(0,)))
         finally:
             timed._open.close()
-    assert {record.stop for record in rest.record_E} == {"done"}
-    assert max(turn.policy_s for record in rest.record_E for turn in record.turns) < 2.0
+    assert {record.stop for record in rest.episodes.records} == {"done"}
+    assert max(turn.policy_s for record in rest.episodes.records for turn in record.turns) < 2.0
 
 
 def test_an_episode_may_get_its_final_reward_between_two_calls(agents, engine):
@@ -153,9 +151,9 @@ def test_an_episode_may_get_its_final_reward_between_two_calls(agents, engine):
             rest = resume(timed, engine, asked, groups(2, ended=(0,)))
         finally:
             timed._open.close()
-    assert {record.stop for record in rest.record_E} == {"turns"}
+    assert {record.stop for record in rest.episodes.records} == {"turns"}
     assert {
-        round(record.environment_reward - sum(turn.reward for turn in record.turns)) for record in rest.record_E
+        round(record.environment_reward - sum(turn.reward for turn in record.turns)) for record in rest.episodes.records
     } == {7}
 
 

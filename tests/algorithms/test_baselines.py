@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from made_steps import Made, done, rollout_of
+from made_steps import Made, done, episode_records, episodes_of, rollout_of
 
 from jaxrlhf import algos, models
 from jaxrlhf.algos.objectives import TokenOutput
@@ -126,10 +126,11 @@ def test_gdpo_counts_no_reward_of_an_episode_whose_truncation_scores_0():
     algorithm = gdpo.GDPO(responses_per_update=6)
     settings = config(algorithm, rewards=Rewards(parts=(FormatReward(),)), environment=tools)
     found = []
-    for record, own in ((cut, parts), (cut & False, {name: np.where(cut, 0, part) for name, part in parts.items()})):
-        stops = np.array([SimpleNamespace(environment=0, stop="turns" if one else "done") for one in record])
+    for ended, own in ((cut, parts), (cut & False, {name: np.where(cut, 0, part) for name, part in parts.items()})):
+        record_B = episode_records(*("turns" if one else "done" for one in ended))
         scores = Scores(np.where(cut, 0, sum(parts.values())), np.ones(6, bool), own)
-        batch = ScoredRollout([], rollout_of(MASK, [0, 0, 0, 1, 1, 1]), scores, record_E=stops)
+        episodes = episodes_of(np.where(MASK, 0, -1), np.zeros(MASK.shape), record_B=record_B)
+        batch = ScoredRollout([], replace(rollout_of(MASK, [0, 0, 0, 1, 1, 1]), episodes=episodes), scores)
         found.append(step(settings, batch)[1].rows("advantage"))
     np.testing.assert_array_equal(*found)
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from made_steps import Made, problem, rollout_of
+from made_steps import Made, episodes_of, problem, rollout_of
 
-from jaxrlhf.batch import EpisodeRows, Scores
+from jaxrlhf.batch import Scores
 from jaxrlhf.config import (
     Arithmetic,
     Config,
@@ -22,7 +22,7 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import StepInput
-from jaxrlhf.episode import Reply
+from jaxrlhf.episode import EpisodeRecord, Reply
 
 turn_grpo, gigpo, rae = map(load_module, ("turn_grpo", "gigpo", "rae"))
 MASK = np.arange(5) < np.array([3, 2, 4, 1, 2, 5])[:, None]
@@ -68,7 +68,7 @@ def episodes(turn, state):
     rows = (np.where(MASK, value, -1) for value in (turn, state))
     turn_BT, anchor_BT = rows
     paid_BT = np.zeros(MASK.shape, np.float32)
-    own = EpisodeRows(np.arange(6), turn_BT.astype(np.int16), paid_BT, anchor_BT)
+    own = episodes_of(turn_BT, paid_BT, anchor_BT=anchor_BT)
     scores = Scores(np.float32([1, 0, 0.25, 2, 0, 1]), np.ones(6, bool), {})
     rollout = replace(rollout_of(MASK, [0, 0, 0, 1, 1, 1]), episodes=own)
     return ScoredRollout([problem(0), problem(1)], rollout, scores)
@@ -104,12 +104,12 @@ def test_self_play_has_a_baseline_for_each_game_and_player():
     turn = np.where(MASK, np.minimum(np.arange(5), 2), -1).astype(np.int16)
     paid = np.zeros(MASK.shape, np.float32)
     paid[0, 0], paid[2, 1], paid[5, 4] = 1, 2, -1
-    rows = EpisodeRows(np.arange(6), turn, paid, np.full(MASK.shape, -1))
-    rollout = replace(rollout_of(MASK, [0, 0, 0, 1, 1, 1]), episodes=rows)
     games = [0, 1, 0, 0, 1, 1]
-    record = np.array([SimpleNamespace(environment=game) for game in games])
+    record_B = np.array([EpisodeRecord([], [], "done", game) for game in games])
+    rows = episodes_of(turn, paid, record_B=record_B)
+    rollout = replace(rollout_of(MASK, [0, 0, 0, 1, 1, 1]), episodes=rows)
     scores = Scores(np.float32([1, 0, 2, 0, 3, -1]), np.array([True] * 5 + [False]), {})
-    batch = ScoredRollout([], rollout, scores, record_E=record)
+    batch = ScoredRollout([], rollout, scores)
     settings = config(rae.RAE(responses_per_update=6, decay=0.75), environment=TOOLS)
     made = Made(lambda *_: None, lambda *_: None)
     state = settings.algorithm.initial_state() | {"baseline/1/1": 2.0}

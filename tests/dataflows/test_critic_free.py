@@ -11,10 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from made_steps import Made, rollout_of
+from made_steps import Made, episodes_of, rollout_of
 
 from jaxrlhf import algos
-from jaxrlhf.batch import EpisodeRows
 from jaxrlhf.config import (
     GPG,
     GRPO,
@@ -247,7 +246,7 @@ def test_episodes_that_were_paid_the_same_in_other_parts_teach_nothing():
     # Added up in their order, as float32, the parts of a row are 22.4 or the number beside it.
     paid = np.float32([[7.8, 4.8, 2.6, 7.2], [2.6, 7.8, 7.2, 4.8], [2.6, 7.2, 7.8, 4.8], [7.2, 7.8, 4.8, 2.6]])
     mask, turn = np.ones((4, 4), bool), np.tile(np.arange(4, dtype=np.int16), (4, 1))
-    turns = EpisodeRows(np.arange(4), turn, paid, np.full((4, 4), -1))
+    turns = episodes_of(turn, paid)
 
     def generate(problems, copies):
         return replace(rollout_of(mask, [0, 0, 0, 0]), episodes=turns)

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import pytest
 import tiny_runs
-from made_steps import done, problem
+from made_steps import done, episode_records, problem
 
-from jaxrlhf.batch import EpisodeBatch, EpisodeRows, Image, RolloutBatch, Scores, Sequences
+from jaxrlhf.batch import EpisodeRows, Image, RolloutBatch, Scores, Sequences
+from jaxrlhf.batching.ragged import MinibatchRows, RaggedBatch
 from jaxrlhf.config import (
     DAPO,
     GRPO,
@@ -25,10 +26,9 @@ from jaxrlhf.config import (
     function_of,
     load,
 )
-from jaxrlhf.dataflows.batches.episode_rows import EpisodeSplitter, side_by_side
+from jaxrlhf.dataflows.batches.episode_rows import side_by_side
 from jaxrlhf.dataflows.batches.minibatches import minibatches
 from jaxrlhf.dataflows.step import StepInput, value_of
-from jaxrlhf.episode import EpisodeRecord
 from jaxrlhf.trainer.evaluation import evaluate
 
 EPISODES = [[(3, 2)], [(2, 3), (4, 1)], [(1, 4)], [(5, 2), (2, 2), (3, 3)]]
@@ -46,7 +46,9 @@ def rollout_of(episodes, width=9):
         turn_BT[row, before : before + drawn] = row
     mask_BT = turn_BT >= 0
     sequences = Sequences(token_BT, length_B, mask_BT, episode_B // 2)
-    information = EpisodeRows(episode_B + 100, turn_BT, mask_BT.astype(np.float32), turn_BT.astype(np.int64))
+    record_B = episode_records(*("turns" if episode == 1 else "done" for episode in episode_B))
+    paid_BT = mask_BT.astype(np.float32)
+    information = EpisodeRows(episode_B + 100, turn_BT, paid_BT, turn_BT.astype(np.int64), record_B)
     return RolloutBatch(
         sequences, mask_BT * np.float32(-1), episode_B == 1, np.zeros(mask_BT.shape, np.int32), information
     )
@@ -63,14 +65,14 @@ def test_rows_side_by_side_come_apart_as_they_were():
     assert joined.shape == (4, 27)
     assert whole.sequences.mask_BT.sum(axis=1).tolist() == [2, 4, 4, 7]
     assert whole.truncated_B.tolist() == [False, True, False, False]
-    apart = EpisodeSplitter(whole.sequences)
-    for given, found in zip(
-        jax.tree.leaves((rollout.sequences, value_BT)),
-        jax.tree.leaves((apart.sequences, apart.array(joined))),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(given, found)
-    assert apart.rows(np.array([3, 1])).tolist() == [4, 5, 6, 1, 2]
+    rows, apart = (
+        RaggedBatch.of(own, value=value) for own, value in ((rollout.sequences, value_BT), (whole.sequences, joined))
+    )
+    jax.tree.map(np.testing.assert_array_equal, rows, apart)
+    chosen, weights = [np.array([3, 1])], [joined[[3, 1]]]
+    (own,) = MinibatchRows.of(whole.sequences, {}, chosen, weights, coefficients={})
+    expected = np.where(np.arange(9) < rollout.sequences.length_B[:, None], value_BT, 0)[[4, 5, 6, 1, 2]]
+    np.testing.assert_array_equal(own.weight_BT, expected)
 
 
 def test_episodes_of_one_sequence_are_left_as_they_are():
@@ -123,14 +125,11 @@ class Played:
 
     def __init__(self, rollout):
         self._rollout, self.updates = rollout, []
-        self.record_E = np.empty(4, object)
-        for episode, stop in enumerate(["done", "turns", "done", "done"]):
-            self.record_E[episode] = EpisodeRecord([], [], stop)
 
-    def run_episodes(self, problems, sampling, **_):
-        return done(EpisodeBatch(self._rollout, self.record_E))
+    def generate_sequences(self, problems, sampling, **_):
+        return done(self._rollout)
 
-    def compute_episode_reward(self, problems, record_E):
+    def compute_reward(self, problems, rollout):
         score = np.float32([1, 0, 0.25, 2])
         return done(Scores(score, np.ones(4, bool), {"format": score, "format_2": score}))
 

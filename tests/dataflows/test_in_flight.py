@@ -11,7 +11,7 @@ from made_steps import done
 from jaxrlhf.batch import Image, Problem, RolloutBatch, Scores
 from jaxrlhf.config import DAPO, GRPO, Arithmetic, Config, FromScratch, Refusal, ReMax, Rollout, Sampling
 from jaxrlhf.dataflows import remax
-from jaxrlhf.dataflows.batches.in_flight import InFlight, ResponsesInFlight
+from jaxrlhf.dataflows.batches.in_flight import InFlight
 from jaxrlhf.dataflows.collect import dynamic_sampling, responses
 from jaxrlhf.dataflows.step import StepInput
 
@@ -62,7 +62,7 @@ class Actor:
     def __init__(self, rounds: dict[int, int] | None = None):
         self.rounds, self.asked, self._left = rounds or {}, [], {}
 
-    def continue_sequences(self, problems, in_progress, *, sampling, until):
+    def continue_groups(self, problems, in_progress, *, sampling, until):
         complete, due = until.complete, until.due
         assert complete == WANTED and until.groups == len(problems)
         self.asked.append(([one.prompt_id for one in problems], due))
@@ -96,36 +96,36 @@ def rounds_of(flight: InFlight, actor: Actor, draw: Endless, steps: range) -> li
 
 
 def test_a_step_takes_complete_groups_and_the_next_problems_begin_in_their_places():
-    flight, actor = ResponsesInFlight(config_of()), Actor({1: 2, 2: 3})
+    flight, actor = InFlight(config_of()), Actor({1: 2, 2: 3})
     assert rounds_of(flight, actor, Endless(), range(3)) == [[0, 3, 4, 5], [6, 1, 7, 8], [10, 11, 2, 9]]
     assert [places for places, _ in actor.asked] == [[0, 1, 2, 3, 4, 5], [6, 1, 2, 7, 8, 9], [10, 11, 2, 12, 13, 9]]
 
 
 def test_groups_that_were_put_off_before_go_first():
-    flight, actor = ResponsesInFlight(config_of()), Actor()
+    flight, actor = InFlight(config_of()), Actor()
     assert rounds_of(flight, actor, Endless(), range(2)) == [[0, 1, 2, 3], [6, 7, 4, 5]]
 
 
 @pytest.mark.parametrize(("staleness", "put_off"), [(1, 1), (2, 2), (4, 4)])
 def test_a_group_that_was_put_off_as_often_as_the_staleness_lets_it_has_to_be_complete(staleness, put_off):
-    flight, actor = ResponsesInFlight(config_of(staleness=staleness)), Actor({0: 99})
+    flight, actor = InFlight(config_of(staleness=staleness)), Actor({0: 99})
     taken = rounds_of(flight, actor, Endless(), range(6))
     assert [0 in numbers for numbers in taken].index(True) == put_off
     assert [due for _, due in actor.asked] == [step - put_off for step in range(6)]
 
 
 def test_responses_keep_the_seed_that_they_began_with_and_what_was_drawn():
-    flight, actor = ResponsesInFlight(config_of()), Actor({0: 3})
+    flight, actor = InFlight(config_of()), Actor({0: 3})
     rounds_of(flight, actor, Endless(), range(2))
     place = [one.prompt_id for one in flight.problems].index(0)
     rows = slice(place * COPIES, (place + 1) * COPIES)
-    assert flight.in_progress.seed_B[rows].tolist() == [10, 10] and flight.in_progress.started_P[place] == 0
-    assert flight.in_progress.rollout.sequences.mask_BT[rows].sum(axis=1).tolist() == [2, 2]
-    assert {*flight.in_progress.seed_B.tolist()} == {10, 11}
+    assert flight.open.seed_P[place] == 10 and flight.open.started_P[place] == 0
+    assert flight.open.rollout.sequences.mask_BT[rows].sum(axis=1).tolist() == [2, 2]
+    assert {*flight.open.seed_P.tolist()} == {10, 11}
 
 
 def test_a_prompt_that_is_under_way_waits_until_its_group_was_taken():
-    flight, actor, draw = ResponsesInFlight(config_of(staleness=4)), Actor({0: 3, 1: 3}), Endless(most=8)
+    flight, actor, draw = InFlight(config_of(staleness=4)), Actor({0: 3, 1: 3}), Endless(most=8)
     taken = rounds_of(flight, actor, draw, range(5))
     assert all(len(numbers) == len({*numbers}) for numbers, _ in actor.asked)
     assert all(len(numbers) == len({*numbers}) for numbers in taken)
@@ -139,15 +139,15 @@ def test_a_prompt_that_is_under_way_waits_until_its_group_was_taken():
 
 def test_data_with_fewer_problems_than_places_are_refused():
     with pytest.raises(Refusal, match=r"over_provision keeps 6 prompts in flight, but the data have only 5"):
-        rounds_of(ResponsesInFlight(config_of()), Actor(), Endless(most=5), range(1))
+        rounds_of(InFlight(config_of()), Actor(), Endless(most=5), range(1))
 
 
 def test_a_run_that_goes_on_from_what_was_saved_takes_the_same_groups():
     slow = {1: 3, 2: 2, 5: 9, 8: 2, 11: 4}
-    whole = rounds_of(ResponsesInFlight(config_of(1.75)), Actor(slow), Endless(), range(6))
-    flight, actor, draw = ResponsesInFlight(config_of(1.75)), Actor(slow), Endless()
+    whole = rounds_of(InFlight(config_of(1.75)), Actor(slow), Endless(), range(6))
+    flight, actor, draw = InFlight(config_of(1.75)), Actor(slow), Endless()
     before = rounds_of(flight, actor, draw, range(3))
-    after = ResponsesInFlight(config_of(1.75))
+    after = InFlight(config_of(1.75))
     after.restore(flight.saved())
     assert after.groups == flight.groups == 3
     assert before + rounds_of(after, actor, draw, range(3, 6)) == whole
@@ -155,9 +155,9 @@ def test_a_run_that_goes_on_from_what_was_saved_takes_the_same_groups():
 
 @pytest.mark.parametrize(("over", "places"), [(2.0, 8), (1.25, 5)])
 def test_a_run_goes_on_with_more_places_or_with_fewer(over, places):
-    flight, actor, draw = ResponsesInFlight(config_of()), Actor({1: 3, 2: 3}), Endless()
+    flight, actor, draw = InFlight(config_of()), Actor({1: 3, 2: 3}), Endless()
     first = rounds_of(flight, actor, draw, range(1))
-    after = ResponsesInFlight(config_of(over))
+    after = InFlight(config_of(over))
     after.restore(flight.saved())
     later = rounds_of(after, actor, draw, range(1, 4))
     assert [len(numbers) for numbers, _ in actor.asked[1:]] == [max(places, 6 - WANTED)] * 3
@@ -169,16 +169,16 @@ def test_a_run_goes_on_with_more_places_or_with_fewer(over, places):
     "changed", [{"responses_per_prompt": 3}, {"max_response_tokens": 9}, {"sampling": Sampling(top_k=5)}]
 )
 def test_groups_under_way_go_on_with_the_sizes_that_they_began_with(changed):
-    flight, config = ResponsesInFlight(config_of()), config_of()
+    flight, config = InFlight(config_of()), config_of()
     rounds_of(flight, Actor(), Endless(), range(1))
     algorithm = GRPO(responses_per_update=WANTED * changed.get("responses_per_prompt", COPIES))
     other = replace(config, algorithm=algorithm, rollout=replace(config.rollout, **changed))
     with pytest.raises(Refusal, match="resume with the original settings"):
-        ResponsesInFlight(other).restore(flight.saved())
+        InFlight(other).restore(flight.saved())
 
 
 def test_rounds_are_counted():
-    flight, actor = ResponsesInFlight(config_of()), Actor({0: 2, 1: 2})
+    flight, actor = InFlight(config_of()), Actor({0: 2, 1: 2})
     rounds_of(flight, actor, Endless(), range(1))
     # Two tokens of each group were drawn, one a response; two groups are not complete, and nobody waits complete.
     counts = {"put_off_groups": 2, "sampled_tokens": 12, "recomputed_tokens": 4}
@@ -187,18 +187,18 @@ def test_rounds_are_counted():
 
 def test_images_come_with_the_groups_that_are_taken():
     image = Image("a.png", "digest", (1, 2, 2), 0, 1)
-    flight = ResponsesInFlight(config_of())
+    flight = InFlight(config_of())
     given = [problem(number, (image,) if number == 1 else ()) for number in range(WANTED)]
     chosen, rollout = flight.take(Actor(), given, step=0, seed=1, draw_more=Endless())
     expected = [one.images for one in chosen for _ in range(COPIES)]
     assert rollout.sequences.images_B.tolist() == expected and (image,) in expected
-    assert flight.in_progress.rollout.sequences.images_B is None
+    assert flight.open.rollout.sequences.images_B is None
 
 
 def test_kept_tokens_have_as_many_columns_as_sampling_records():
-    flight = ResponsesInFlight(config_of(sampling=Sampling(top_k=5)))
+    flight = InFlight(config_of(sampling=Sampling(top_k=5)))
     flight.take(Actor(), Endless()(), step=0, seed=1, draw_more=Endless())
-    assert flight.in_progress.rollout.sequences.recorded["kept"].shape == (6 * COPIES, 12, 5)
+    assert flight.open.rollout.sequences.recorded["kept"].shape == (6 * COPIES, 12, 5)
 
 
 def roles_of(actor: Actor) -> SimpleNamespace:
@@ -220,7 +220,7 @@ def roles_of(actor: Actor) -> SimpleNamespace:
 
 
 def work_of(config: Config, draw: Endless) -> StepInput:
-    return StepInput(config, draw(), 0, {}, draw_more=draw, in_flight=ResponsesInFlight(config))
+    return StepInput(config, draw(), 0, {}, draw_more=draw, in_flight=InFlight(config))
 
 
 def test_scores_are_of_the_groups_that_were_taken():

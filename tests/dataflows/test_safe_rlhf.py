@@ -7,11 +7,11 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from made_steps import problem, rollout_of
+from made_steps import episodes_of, problem, rollout_of
 from tiny_runs import get_config, training
 
 from jaxrlhf.algos import TokenOutput, mixed_objective, policy_objective
-from jaxrlhf.batch import EpisodeRows, Problem, Scores
+from jaxrlhf.batch import Problem, Scores
 from jaxrlhf.config import (
     PPO,
     AdaptiveKL,
@@ -113,7 +113,7 @@ def test_what_an_environment_pays_for_a_turn_is_reward_and_no_cost():
     rollout, *rest = given()
     paid = np.zeros(MASK.shape, np.float32)
     paid[0, 1] = 0.75  # of the 0.5 that the episode scored in all
-    turns = EpisodeRows(np.arange(4), np.where(MASK, 0, -1).astype(np.int16), paid, np.full(MASK.shape, -1))
+    turns = episodes_of(np.where(MASK, 0, -1), paid)
     done = safe_rlhf.prepare(work_of(PLAIN), replace(rollout, episodes=turns), *rest)
     np.testing.assert_allclose(rows(done.value, "returns")[0, MASK[0]], [0.5, -0.25, -0.25], rtol=1e-6)
     np.testing.assert_allclose(rows(done.further, "returns")[0, MASK[0]], [COSTS[0]] * 3, rtol=1e-6)

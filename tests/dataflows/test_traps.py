@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from made_steps import Made, done, problem, rollout_of
 
-from jaxrlhf.batch import Experience
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import (
     DAPO,
     GPG,

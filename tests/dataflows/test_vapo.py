@@ -8,11 +8,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from made_steps import episodes_of
 from tiny_runs import get_config, training
 
 from jaxrlhf.algos import imitating_objective, policy_objective
 from jaxrlhf.algos.objectives import TokenOutput
-from jaxrlhf.batch import EpisodeRows, RolloutBatch, Scores, Sequences
+from jaxrlhf.batch import RolloutBatch, Scores, Sequences
 from jaxrlhf.config import VAPO, Environment
 from jaxrlhf.dataflows import vapo
 from jaxrlhf.dataflows.step import StepInput
@@ -73,7 +74,7 @@ def test_where_turns_are_the_actions_the_length_that_lambda_goes_by_is_of_turns(
     rollout, work = rollout_of([6, 3, 2, 4]), StepInput(config, [], 0, {"kl_coefficient": 0.0})
     mask_BT = rollout.sequences.mask_BT
     turn_BT = np.where(mask_BT, (np.arange(WIDTH) - 1) // 2, -1).astype(np.int16)  # two tokens a turn: 3, 2, 1 and 2
-    turns = EpisodeRows(np.arange(4), turn_BT, np.zeros(mask_BT.shape, np.float32), np.full(mask_BT.shape, -1))
+    turns = episodes_of(turn_BT, np.zeros(mask_BT.shape))
     scores = Scores(np.ones(4, np.float32), np.ones(4, bool), {})
     done = vapo.prepare(work, replace(rollout, episodes=turns), scores, None, None, np.zeros(mask_BT.shape, np.float32))
     assert done.metrics["vapo/lambda_mean"] == pytest.approx(np.mean([2 / 3, 1 / 2, 0, 1 / 2]))

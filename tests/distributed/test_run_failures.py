@@ -301,11 +301,11 @@ def test_generation_pool_is_relaunched_with_fewer_hosts(undisturbed, tmp_path, m
 
 @pytest.mark.seeds
 def test_responses_of_a_dead_host_are_restarted_by_the_newest_policy(tmp_path, monkeypatch):
-    sniper = Sniper(monkeypatch, "generation", {"continue_sequences": 3, "fetch_weights": 4})
+    sniper = Sniper(monkeypatch, "generation", {"continue_groups": 3, "fetch_weights": 4})
     config = placed(tmp_path, steps=STEPS, pools=GENERATION, cluster=replace(CLUSTER, restarts=2))
     config = replace(config, rollout=replace(config.rollout, staleness=2, over_provision=1.5))
     jaxrlhf.run(config)
-    assert sniper.struck == ["continue_sequences", "fetch_weights"] and sniper.attempts == 1
+    assert sniper.struck == ["continue_groups", "fetch_weights"] and sniper.attempts == 1
     logged = numbers(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in logged] == [*range(1, STEPS + 1)]
     assert all(record["staleness/age_max"] <= 2 for record in logged)

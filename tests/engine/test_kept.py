@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packed_arrays import PackedArrays
 from tiny_models import sharp
 from tiny_runs import get_config, records, training
 
 from jaxrlhf import models
 from jaxrlhf.batch import Problem, Sequences
-from jaxrlhf.batching.packing import Packing
 from jaxrlhf.config import (
     GRPO,
     PRIME,
@@ -142,7 +142,7 @@ def test_a_rollout_has_the_kept_tokens_and_probabilities_of_the_model_itself(par
 
 
 def test_packed_rows_have_the_samplers_probabilities_and_the_gradient_of_a_plain_softmax(params, rollout):
-    packing = Packing(rollout.sequences, rows=16, row_tokens=2 * WIDTH)
+    packing = PackedArrays(rollout.sequences, rows=16, row_tokens=2 * WIDTH)
     rows = next(packing.rows())
     assert packing.microbatches == 1 and rows.shared_prefix is not None
     weight_BT = np.random.default_rng(1).normal(size=(2, 12, WIDTH)).astype(np.float32)

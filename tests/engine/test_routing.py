@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packed_arrays import PackedArrays
 from tiny_models import SMALL, sharp
 
 from jaxrlhf import models
 from jaxrlhf.batch import Problem
-from jaxrlhf.batching.packing import Packing
 from jaxrlhf.config import Lora, Sampling
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.models.config import Experts, LatentAttention, ModelConfig
@@ -74,7 +74,7 @@ def forward(params, rows, config=MODEL):
 
 
 def packed(sequences):
-    packing = Packing(sequences, rows=16, row_tokens=WIDTH)
+    packing = PackedArrays(sequences, rows=16, row_tokens=WIDTH)
     assert packing.microbatches == 1
     return next(packing.rows()), packing
 

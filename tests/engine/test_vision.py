@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from packed_arrays import PackedArrays
 from tiny_models import DECODER, drawn
 
 from jaxrlhf import models
 from jaxrlhf.batch import Image, Problem
-from jaxrlhf.batching.packing import Packing
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.models.config import Sections, Vision
@@ -106,7 +106,7 @@ def test_the_tower_runs_once_for_all_responses():
 def test_samples_are_those_of_packed_rows(shares):
     """Each drawn token's log-probability is what training computes of it, with prompts in rows once and for each."""
     batch = rollout()
-    packing = Packing(batch.sequences, rows=2, row_tokens=4 * WIDTH, shares=shares, vision=VISION, pixels=pixels)
+    packing = PackedArrays(batch.sequences, rows=2, row_tokens=4 * WIDTH, shares=shares, vision=VISION, pixels=pixels)
 
     @jax.jit
     def run(params, rows):
@@ -123,7 +123,7 @@ def test_samples_are_those_of_packed_rows(shares):
 
 def test_images_of_a_row_are_there_once():
     batch = rollout()
-    packing = Packing(batch.sequences, rows=1, row_tokens=8 * WIDTH, vision=VISION, pixels=pixels)
+    packing = PackedArrays(batch.sequences, rows=1, row_tokens=8 * WIDTH, vision=VISION, pixels=pixels)
     (rows,) = packing.rows()
     patches = sum(
         6 * 4 if image == "1" else int(np.prod(grid))

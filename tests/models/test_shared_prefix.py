@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packed_arrays import PackedArrays
 
 from jaxrlhf.batch import Sequences
-from jaxrlhf.batching.packing import Packing
 from jaxrlhf.models.attention.attention_xla import SharedTokens
 from jaxrlhf.models.attention.mask import Heads
 from jaxrlhf.models.attention.score_mod import ScoreMod
@@ -75,7 +75,7 @@ def both(arrays, weight, shared, place_BS, *, window=None):
 
 
 def test_results_and_gradients_are_those_of_each_sequence_alone() -> None:
-    batches = list(Packing(responses(2), rows=14, row_tokens=384).rows())
+    batches = list(PackedArrays(responses(2), rows=14, row_tokens=384).rows())
     used = [part.used_R.max() for part in batches[0].shared_prefix.parts]
     assert used[0] > 4 and used[1] > 2  # more than a loop takes at a time
     for index, rows in enumerate(batches):
@@ -93,7 +93,7 @@ def test_long_prompts_attend_once_for_all_their_responses() -> None:
     Responses see a part of their prompt.
     """
     sequences, sizes = responses(3, prompt=300, response=8), {"rows": 4, "row_tokens": 312, "longest_response": 7}
-    whole, rows = (next(Packing(sequences, **sizes, in_rows=in_rows).rows()) for in_rows in (False, True))
+    whole, rows = (next(PackedArrays(sequences, **sizes, in_rows=in_rows).rows()) for in_rows in (False, True))
     assert isinstance(rows.shared_prefix, SharedTokens) and isinstance(whole.shared_prefix, SharedPrefix)
     np.testing.assert_array_equal(rows.token_RW, whole.token_RW)
     size, inside_W = rows.token_RW.shape[1], rows.segment_RW[0] > 0
@@ -107,11 +107,11 @@ def test_long_prompts_attend_once_for_all_their_responses() -> None:
 
 def test_responses_longer_than_their_prompts_are_attended_to_one_by_one() -> None:
     sizes = {"rows": 14, "row_tokens": 384, "longest_response": 270}
-    assert isinstance(next(Packing(responses(2), **sizes, in_rows=True).rows()).shared_prefix, SharedPrefix)
+    assert isinstance(next(PackedArrays(responses(2), **sizes, in_rows=True).rows()).shared_prefix, SharedPrefix)
 
 
 def test_rows_that_are_not_used_are_not_computed() -> None:
-    rows = next(Packing(responses(2), rows=14, row_tokens=384).rows())
+    rows = next(PackedArrays(responses(2), rows=14, row_tokens=384).rows())
     narrow, wide = rows.shared_prefix.parts
     arrays = [np.ones((1, rows.token_RW.shape[1], heads, WIDTH), np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     run = jax.jit(lambda shared: shared.attend(Heads(*arrays)))

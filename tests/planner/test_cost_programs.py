@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
+from packed_arrays import PackedArrays
 from unit_machines import DENSE, FREE, GROUPED, HALVES, UNIT, trained, weights_of
 
 from jaxrlhf.batch import Sequences
-from jaxrlhf.batching.packing import Packing
 from jaxrlhf.config import Layout, Training
 from jaxrlhf.engine.buckets import cache_capacities
 from jaxrlhf.planner.cost.batches import Batch, batch_of
@@ -48,7 +48,9 @@ def test_microbatches_are_those_that_the_workers_make(layout: Layout, responses:
             for length in {width, width // 2, width // 3 + 1, 24}:
                 nothing = np.zeros((responses, width), np.int32)
                 alike = Sequences(nothing, np.full(responses, length), nothing > 0, np.arange(responses))
-                packed = Packing(alike, rows=rows // shards, row_tokens=row_tokens, devices=shards, stages=layout.stage)
+                packed = PackedArrays(
+                    alike, rows=rows // shards, row_tokens=row_tokens, devices=shards, stages=layout.stage
+                )
                 made = packed.pack(alike.token_BT).shape
                 batch = batched(budget, layout, width, length, responses)
                 found = batch.microbatches, batch.tokens * shards, batch.row_tokens
@@ -72,7 +74,7 @@ def test_microbatches_with_shared_prompts_are_those_that_the_workers_make(layout
         mask_BT = np.broadcast_to((np.arange(width) >= prompt_tokens) & (np.arange(width) < length), token_BT.shape)
         every_B = np.arange(len(token_BT))
         alike = Sequences(token_BT, np.full(len(every_B), length), mask_BT, every_B // responses)
-        packed = Packing(
+        packed = PackedArrays(
             alike,
             rows=rows // shards,
             row_tokens=row_tokens,

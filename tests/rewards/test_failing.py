@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_runs
+from made_steps import episodes_of, rollout_of
 from reward_calls import run as calls_of
 from reward_calls import start
 
@@ -169,12 +170,13 @@ def test_environments_that_fail_every_episode_stop_the_run_with_the_error_of_one
     broken = EpisodeRecord((), (), "environment_error", failure="exception: KeyError: 'prompt' at mine.py:9")
     with Scorer(config.Rewards(parts=(), failures_in_a_row=6)) as scorer:
         reward = Reward(scorer, RankCoordinates(0, {}, ()), str, lambda *done: None)
+        problems, nothing_BT = [Problem(0, "p", (1,))] * 3, np.zeros((3, 1))
+        turns = episodes_of(nothing_BT, nothing_BT, record_B=np.full(3, broken, object))
+        rollout = replace(rollout_of(np.ones((3, 1)), [0, 0, 0]), episodes=turns)
         for _ in range(2):
-            assert not reward.compute_episode_reward(
-                [Problem(0, "p", (1,))] * 3, np.array([broken] * 3)
-            ).scorable_B.any()
+            assert not reward.compute_reward(problems, rollout).scorable_B.any()
         with pytest.raises(RewardsFailing, match=r"environment, environment_error: .*KeyError: 'prompt' at mine\.py:9"):
-            reward.compute_episode_reward([Problem(0, "p", (1,))] * 3, np.array([broken] * 3))
+            reward.compute_reward(problems, rollout)
 
 
 @pytest.mark.parametrize(("most", "batches"), [(6, 5), (0, 6)], ids=["few responses", "turned off"])

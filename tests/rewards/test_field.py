@@ -78,12 +78,14 @@ def test_votes_are_read_like_answers_of_the_reward():
     texts = [r"<think>\boxed{7}", r"\boxed{8}", r"so \boxed{7}", r"a</think>\boxed{8}"]
     problems = [SimpleNamespace(prompt="", source=""), SimpleNamespace(prompt="<think>\n", source="own")]
     config = SimpleNamespace(
-        rewards=Rewards(parts=(MathReward(),)), source_rewards={"own": (MathReward(in_thinking=True),)}
+        environment=None,
+        rewards=Rewards(parts=(MathReward(),)),
+        source_rewards={"own": (MathReward(in_thinking=True),)},
     )
-    stated = _stated_answers(config, problems, SimpleNamespace(record_E=None), texts)
+    stated = _stated_answers(config, problems, texts)
     assert stated == [None, "8", "7", "8"]
     config.source_rewards = {}
-    assert _stated_answers(config, problems, SimpleNamespace(record_E=None), texts) == [None, "8", None, "8"]
+    assert _stated_answers(config, problems, texts) == [None, "8", None, "8"]
 
 
 @pytest.mark.parametrize(

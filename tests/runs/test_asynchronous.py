@@ -114,9 +114,9 @@ def test_on_two_pools_responses_are_generated_while_the_policy_is_updated(folder
     events = json.loads((whole / "timeline.json").read_text())
     spans = {
         verb: [(event["ts"], event["ts"] + event["dur"]) for event in events if event["name"] == verb]
-        for verb in ("continue_sequences", "compute_log_prob", "update_actor")
+        for verb in ("continue_groups", "compute_log_prob", "update_actor")
     }
     learning = spans["compute_log_prob"] + spans["update_actor"]
-    assert any(a < end and start < b for a, b in learning for start, end in spans["continue_sequences"])
+    assert any(a < end and start < b for a, b in learning for start, end in spans["continue_groups"])
     shares = [record["time/generation_idle_share"] for record in records(whole / "metrics.jsonl")]
     assert all(0 <= share <= 1 for share in shares)

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from jaxrlhf.batch import Experience, Problem, RolloutBatch, Scores, Sequences
+from jaxrlhf.batch import EpisodeRows, Problem, RolloutBatch, Scores, Sequences
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import Algorithm, Arithmetic, Config, FromScratch, Rollout, Sampling, checked, function_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import StepInput, StepResult
+from jaxrlhf.episode import EpisodeRecord, StopCause
 
 
 def done(value) -> Future:
@@ -32,6 +34,21 @@ def rollout_of(mask_BT: np.ndarray, prompt_id_B: Sequence[int], *, truncated_B=N
     logp_BT = np.where(mask_BT, -1.0, 0.0).astype(np.float32)
     cut_B = np.zeros(count, bool) if truncated_B is None else np.asarray(truncated_B)
     return RolloutBatch(sequences, logp_BT, cut_B, np.zeros(mask_BT.shape, np.int32))
+
+
+def episode_records(*stops: StopCause) -> np.ndarray:
+    """Records of episodes without turns that ended so."""
+    record_B = np.empty(len(stops), object)
+    record_B[:] = [EpisodeRecord([], [], stop) for stop in stops]
+    return record_B
+
+
+def episodes_of(turn_BT: np.ndarray, paid_BT: np.ndarray, *, anchor_BT=None, record_B=None) -> EpisodeRows:
+    """Episodes of one row each, by default without anchors, and with records that ended by themselves."""
+    count, turn_BT = len(turn_BT), np.asarray(turn_BT, np.int16)
+    anchor_BT = np.full(turn_BT.shape, -1) if anchor_BT is None else anchor_BT
+    record_B = episode_records(*["done"] * count) if record_B is None else record_B
+    return EpisodeRows(np.arange(count), turn_BT, np.asarray(paid_BT, np.float32), anchor_BT, record_B)
 
 
 @dataclass

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packed_arrays import PackedArrays
 from tiny_models import DECODER
 
 from jaxrlhf.batch import Sequences
 from jaxrlhf.batching.microbatch import packed_row_tokens
-from jaxrlhf.batching.packing import Packing
 from jaxrlhf.config import Layout
 from jaxrlhf.models.config import Sections, Vision
 from jaxrlhf.sharding.mesh import factored_mesh
@@ -51,7 +51,7 @@ def test_rows_split_evenly_and_hold_the_longest_sequence(longest: int, context: 
     mask_BT = np.arange(longest) >= longest // 3
     sequences = Sequences(np.ones((24, longest), np.int32), length_B, np.tile(mask_BT, (24, 1)), prompt_id_B)
     for shares in (True, False):
-        packing = Packing(
+        packing = PackedArrays(
             sequences, rows=4, row_tokens=row_tokens, longest_response=2 * longest // 3, shares=shares,
             token_shards=context,
         )  # fmt: skip

@@ -11,6 +11,7 @@ from jaxrlhf.batch import EpisodeRows, RolloutBatch, Sequences
 from jaxrlhf.dataflows.batches.episode_rows import side_by_side
 from jaxrlhf.dataflows.batches.minibatches import minibatches
 from jaxrlhf.dataflows.step import StepInput
+from jaxrlhf.episode import EpisodeRecord
 from tests.workers.test_gradient import ALGORITHM, POLICY, agree, build, config
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -41,7 +42,8 @@ def episodes(*, split: bool) -> tuple[RolloutBatch, dict[str, np.ndarray]]:
     mask_BT = np.array([np.isin(turn_T, own) for _, own in rows])
     token_BT = np.where(np.arange(72) < length_B[:, None], token_ET[episode_B], 0)
     turn_BT, nothing = np.where(mask_BT, turn_T, -1).astype(np.int16), np.zeros(mask_BT.shape, np.float32)
-    about = EpisodeRows(episode_B, turn_BT, nothing, np.zeros(mask_BT.shape, np.int64))
+    record_B = np.full(len(rows), EpisodeRecord([], [], "done"), object)
+    about = EpisodeRows(episode_B, turn_BT, nothing, np.zeros(mask_BT.shape, np.int64), record_B)
     sequences = Sequences(token_BT, length_B, mask_BT, episode_B // 2)
     rollout = RolloutBatch(sequences, nothing, np.zeros(len(rows), bool), np.zeros(mask_BT.shape, np.int32), about)
     return rollout, {name: np.where(mask_BT, field_ET[episode_B], 0) for name, field_ET in fields.items()}

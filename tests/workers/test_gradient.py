@@ -3,6 +3,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import built_workers
 import jax
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from called_roles import Called, Dice
 
 from jaxrlhf import models
 from jaxrlhf.algos import nll_objective, policy_objective, token_weights, value_objective
-from jaxrlhf.batch import Diverged, Experience, RolloutBatch, Sequences
+from jaxrlhf.batch import Diverged, RolloutBatch, Sequences
 from jaxrlhf.batching import microbatch
+from jaxrlhf.batching.ragged import Experience, RaggedBatch
 from jaxrlhf.config import (
     GRPO,
     PPO,
@@ -35,8 +37,6 @@ from jaxrlhf.dataflows.collect import responses
 from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.models.attention import attention_xla
 from jaxrlhf.models.attention.attention_xla import SharedTokens
-from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.pool_roles import stop_tokens
 
 pytestmark = pytest.mark.usefixtures("programs")  # workers are built again and again of the same ones
@@ -67,9 +67,7 @@ def config(*, layout: Layout | None = None, tokens: int = 2048, devices: int = 1
 
 def build(settings: Config, *, roles=ROLES, tokenizer=None):
     """The builder of one pool, and the workers by role."""
-    pool = ResourcePool("all", tuple(jax.devices()[: settings.devices]))
-    builder = Builder(settings, tokenizer or embedded_tokenizer(), pool, roles, progress=lambda *_: None)
-    return builder, builder.workers(Phase(settings, roles, total_updates=1))
+    return built_workers.build(settings, *roles, tokenizer=tokenizer)
 
 
 def experience(seed: int = 0, *, rows: int = 16, width: int = 72) -> Experience:
@@ -86,12 +84,12 @@ def experience(seed: int = 0, *, rows: int = 16, width: int = 72) -> Experience:
     fields = {name: rng.normal(size=(rows, width)).astype(np.float32) for name in (*POLICY, *VALUE)}
     fields |= {"old_logp": fields["old_logp"] - 6, "ref_logp": fields["ref_logp"] - 6}
     fields |= {"kl_weight": 0.1 * weight_BT, "entropy_weight": 0.01 * weight_BT}
-    return Experience(Sequences(token_BT, length_B, mask_BT, np.arange(rows)), weight_BT, fields)
+    return Experience.of(Sequences(token_BT, length_B, mask_BT, np.arange(rows)), weight_BT, fields)
 
 
 def part_of(batch: Experience, names) -> Experience:
     """With some of its fields."""
-    return replace(batch, fields={name: batch.fields[name] for name in names})
+    return Experience.of(batch.sequences, batch.weight_BT, {name: batch.fields[name] for name in names})
 
 
 def gradients_of(workers, batch: Experience) -> list[np.ndarray]:
@@ -141,7 +139,8 @@ def test_microbatch_size_packing_and_rematerialisation(plain: list[np.ndarray]) 
 
 def test_row_order(one_device, plain: list[np.ndarray]) -> None:
     order = np.random.default_rng(1).permutation(16)
-    agree(plain, gradients_of(one_device[1], jax.tree.map(lambda x: x[order], experience())))
+    batch = experience()
+    agree(plain, gradients_of(one_device[1], replace(batch, batch=batch.batch.take(order))))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +175,7 @@ def test_the_first_update_of_a_rollout_has_ratio_one_and_the_sampler_agrees(one_
     weight_BT = np.asarray(token_weights(mask_BT, rollout.sequences.prompt_id_B, aggregation="token-mean"))
     fields = {"advantage": np.where(mask_BT, 1.0, 0.0).astype(np.float32), "old_logp": old_logp_BT}
     metrics = actor.update_actor(
-        [Experience(rollout.sequences, weight_BT, fields)], objective=policy_objective, settings=settings
+        [Experience.of(rollout.sequences, weight_BT, fields)], objective=policy_objective, settings=settings
     )
     assert metrics["policy/clip_fraction"] == 0
     assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-6)
@@ -208,7 +207,7 @@ def forward_logp(actor, sequences: Sequences) -> np.ndarray:
 
 def test_log_probabilities_of_packed_rows_are_those_of_each_sequence_alone(one_device) -> None:
     actor, sequences = one_device[1]["actor"], experience(seed=5).sequences
-    packed = actor.pack(sequences)
+    packed = actor.pack(RaggedBatch.of(sequences))
     rows = next(packed.rows())
     assert packed.microbatches * len(rows.token_RW) < 16 and rows.segment_RW.max() > 1  # several sequences to a row
     np.testing.assert_allclose(forward_logp(actor, sequences), naive_logp(actor, sequences), atol=2e-5)
@@ -223,16 +222,13 @@ def of_prompts(batch: Experience, *, responses: int, tokens: int = 40) -> Experi
     mask_BT = (sequences.mask_BT | (position_T < np.asarray(sequences.length_B)[:, None])) & ~begins_BT
     mask_BT[3] = False
     length_B = np.maximum(sequences.length_B, tokens + 1)
-    return replace(
-        batch,
-        sequences=Sequences(token_BT, length_B, mask_BT, first_B),
-        weight_BT=np.where(mask_BT, batch.weight_BT + 0.01, 0).astype(np.float32),
-    )
+    weight_BT = np.where(mask_BT, batch.weight_BT + 0.01, 0).astype(np.float32)
+    return Experience.of(Sequences(token_BT, length_B, mask_BT, first_B), weight_BT, batch.fields)
 
 
 def of_nobody(batch: Experience) -> Experience:
     """The same sequences, which nothing says to have a prompt in common."""
-    return replace(batch, sequences=replace(batch.sequences, prompt_id_B=np.arange(len(batch.weight_BT))))
+    return replace(batch, batch=replace(batch.batch, prompt_id_B=np.arange(len(batch.weight_BT))))
 
 
 @pytest.fixture(scope="module")
@@ -264,10 +260,11 @@ def test_a_prompt_computed_once_is_a_prompt_computed_for_each_of_its_responses(
     monkeypatch.setattr(attention_xla, "SHARED_TILE", 4)
     _, workers = build(settings)
     batch = of_prompts(experience(), responses=4)
-    packed, apart = (workers["actor"].pack(each.sequences) for each in (batch, of_nobody(batch)))
+    packed, apart = (workers["actor"].pack(each.batch) for each in (batch, of_nobody(batch)))
     shared, nothing = (next(packing.rows()).shared_prefix for packing in (packed, apart))
     assert shared is not None and isinstance(shared, SharedTokens) == in_rows and nothing is None
-    assert (packed.pack(batch.sequences.token_BT) > 0).sum() < 0.8 * (apart.pack(batch.sequences.token_BT) > 0).sum()
+    token = batch.batch.columns["token"]
+    assert (packed.pack(token) > 0).sum() < 0.8 * (apart.pack(token) > 0).sum()
     agree(alone, gradients_of(workers, batch))
     naive_BT = naive_logp(untrained["actor"], batch.sequences)
     np.testing.assert_allclose(forward_logp(workers["actor"], batch.sequences), naive_BT, atol=2e-5)
@@ -277,7 +274,7 @@ def test_a_prompt_computed_once_is_a_prompt_computed_for_each_of_its_responses(
 def test_the_ratio_of_a_whole_response_is_over_its_own_tokens_wherever_they_lie(one_device) -> None:
     actor = one_device[1]["actor"]
     batch = part_of(of_prompts(experience(), responses=4), ("advantage", "old_logp"))
-    rows = next(actor.pack(batch.sequences).rows())
+    rows = next(actor.pack(batch.batch).rows())
     assert np.asarray(rows.segment_RW).max() > 2, "rows no longer hold several responses"
     gspo, _ = actor.gradient(batch, policy_objective, GRPO(policy=GSPOLoss(clip_low=0.1, clip_high=0.1)))
 
@@ -291,7 +288,7 @@ def test_the_ratio_of_a_whole_response_is_over_its_own_tokens_wherever_they_lie(
             weight_BT[b] *= np.where(bound_T, 0.0, advantage_BT[b] * ratio)
             clipped.append(bound_T[mask_T].mean())
     assert 0 < np.mean(clipped) < 1
-    plain, _ = actor.gradient(replace(batch, weight_BT=weight_BT, fields={}), nll_objective, None)
+    plain, _ = actor.gradient(Experience.of(batch.sequences, weight_BT, {}), nll_objective, None)
     agree(jax.tree.leaves(gspo), jax.tree.leaves(plain))
 
 
@@ -362,6 +359,6 @@ def test_a_gradient_that_is_not_finite_stops_the_run(one_device) -> None:
     _, workers = one_device
     batch = experience()
     infinite_BT = np.full_like(batch.weight_BT, np.inf)
-    spoilt = Experience(batch.sequences, batch.weight_BT, {**batch.fields, "advantage": infinite_BT})
+    spoilt = Experience.of(batch.sequences, batch.weight_BT, {**batch.fields, "advantage": infinite_BT})
     with pytest.raises(Diverged, match="actor: gradient norms"):
         workers["actor"].update_actor([spoilt], objective=policy_objective, settings=ALGORITHM)

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from built_workers import build, halves, weighted
 from made_plans import machines
 from tiny_runs import get_config, training
 from unit_machines import DENSE, UNIT, WORK
 
-from jaxrlhf.algos import policy_objective, token_weights, value_objective
-from jaxrlhf.batch import Experience, Sequences
+from jaxrlhf.algos import policy_objective, value_objective
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import Config, FromScratch, Layout, Lora, Sampling, ValueLoss, checked
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
@@ -25,10 +26,8 @@ from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.problem import question_of
 from jaxrlhf.planner.workload import Role, Software
 from jaxrlhf.sharding.mesh import factored_mesh
-from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.sharding.rules import shard_bytes
 from jaxrlhf.tracking import bytes_in_use
-from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.role_weights import RoleWeights
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -49,12 +48,6 @@ def config_of(*, lora: Lora | None = LORA, devices: int = 1, dtype: str = "float
     )
 
 
-def build(config: Config, *roles: str):
-    pool = ResourcePool("all", tuple(jax.devices()[: config.devices]))
-    builder = Builder(config, embedded_tokenizer(), pool, roles, progress=lambda *_: None)
-    return builder, builder.workers(Phase(config, roles, total_updates=1))
-
-
 def actor_and_reference(config: Config) -> tuple[dict, int]:
     """The workers of one device, and the bytes that it has in use for them."""
     gc.collect()
@@ -67,17 +60,14 @@ def actor_and_reference(config: Config) -> tuple[dict, int]:
 
 def experience(rows: int = 8, width: int = 80) -> Experience:
     rng = np.random.default_rng(0)
-    token_BT = rng.integers(0, 400, (rows, width)).astype(np.int32)
-    mask_BT = np.broadcast_to(np.arange(width) >= width // 2, token_BT.shape)
-    sequences = Sequences(token_BT, np.full(rows, width, np.int32), mask_BT, np.arange(rows))
-    weight_BT = np.asarray(token_weights(mask_BT, np.arange(rows), aggregation="token-mean"))
-    noise_BT = rng.normal(size=weight_BT.shape).astype(np.float32)
-    return Experience(sequences, weight_BT, {"advantage": noise_BT, "old_logp": np.full_like(weight_BT, -6.0)})
+    sequences, noise_BT = halves(rng, rows=rows, width=width), rng.normal(size=(rows, width)).astype(np.float32)
+    return weighted(sequences, {"advantage": noise_BT, "old_logp": np.full_like(noise_BT, -6.0)})
 
 
 def values_of(batch: Experience) -> Experience:
     zeros_BT = np.zeros_like(batch.weight_BT)
-    return replace(batch, fields={"returns": batch.fields["advantage"], "old_value": zeros_BT})
+    fields = {"returns": batch.fields["advantage"], "old_value": zeros_BT}
+    return Experience.of(batch.sequences, batch.weight_BT, fields)
 
 
 def spread(workers) -> None:

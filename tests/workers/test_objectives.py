@@ -1,16 +1,14 @@
 """An update's program is compiled once for each objective, also for one that every call brings anew."""
 
+from dataclasses import replace
 from functools import partial, wraps
 from types import FunctionType
 
-import jax
 import pytest
+from built_workers import build
 from tiny_runs import get_config
 
 from jaxrlhf.algos import policy_objective
-from jaxrlhf.data.tokenizer import embedded_tokenizer
-from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.workers.build import Builder, Phase
 
 
 def own_objective(output, mask_BT, weight_BT, fields, settings):
@@ -50,9 +48,7 @@ def brought_anew(function: FunctionType) -> FunctionType:
 
 @pytest.fixture(scope="module")
 def actor():
-    config, pool = get_config(), ResourcePool("all", tuple(jax.devices()[:1]))
-    builder = Builder(config, embedded_tokenizer(), pool, ("actor",), progress=lambda *_: None)
-    return builder.workers(Phase(config, ("actor",), 1))["actor"]
+    return build(replace(get_config(), devices=1), "actor")[1]["actor"]
 
 
 def test_a_function_that_is_brought_anew_finds_its_program(actor) -> None:

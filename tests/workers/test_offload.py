@@ -6,25 +6,16 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from built_workers import build, halves, weighted
 from tiny_runs import get_config, training
 
-from jaxrlhf.algos import policy_objective, token_weights
-from jaxrlhf.batch import Experience, Sequences
+from jaxrlhf.algos import policy_objective
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import Config
-from jaxrlhf.data.tokenizer import embedded_tokenizer
-from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.tracking import bytes_in_use
-from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.offloadable import Offloadable
 
 pytestmark = pytest.mark.usefixtures("programs")
-
-
-def build(config: Config, *roles: str):
-    """The builder of one pool, and the workers by role."""
-    pool = ResourcePool("all", tuple(jax.devices()[: config.devices]))
-    builder = Builder(config, embedded_tokenizer(), pool, roles, progress=lambda *_: None)
-    return builder, builder.workers(Phase(config, roles, total_updates=1))
 
 
 def config_of(devices: int, dtype: str, offload: tuple[str, ...], **layout: int) -> Config:
@@ -48,12 +39,9 @@ def on_devices(worker, part: str) -> int:
 
 
 def experience(rows: int = 8, width: int = 80) -> Experience:
-    token_BT = np.random.default_rng(0).integers(0, 400, (rows, width)).astype(np.int32)
-    mask_BT = np.broadcast_to(np.arange(width) >= width // 2, token_BT.shape)
-    sequences = Sequences(token_BT, np.full(rows, width, np.int32), mask_BT, np.arange(rows))
-    weight_BT = np.asarray(token_weights(mask_BT, np.arange(rows), aggregation="token-mean"))
-    fields = {"advantage": np.ones_like(weight_BT), "old_logp": np.full_like(weight_BT, -6.0)}
-    return Experience(sequences, weight_BT, fields)
+    one_BT = np.ones((rows, width), np.float32)
+    sequences = halves(np.random.default_rng(0), rows=rows, width=width)
+    return weighted(sequences, {"advantage": one_BT, "old_logp": -6 * one_BT})
 
 
 @pytest.mark.parametrize(

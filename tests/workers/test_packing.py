@@ -4,12 +4,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from packed_arrays import PackedArrays
 
-from jaxrlhf.batch import MinibatchRows, Sequences
+from jaxrlhf.batch import Sequences
+from jaxrlhf.batching import shared_prompts
 from jaxrlhf.batching.attention_rows import AttentionPlaces, place
 from jaxrlhf.batching.microbatch import microbatch_shape_of, sizes_of
-from jaxrlhf.batching.packing import Packing
-from jaxrlhf.batching.shared_prompts import shared_prefixes, units_of
+from jaxrlhf.batching.ragged import MinibatchRows, RaggedBatch
+from jaxrlhf.batching.shared_prompts import units_of
 
 
 def apart(length_B: np.ndarray, width: int) -> Sequences:
@@ -17,6 +19,10 @@ def apart(length_B: np.ndarray, width: int) -> Sequences:
     rows = len(length_B)
     token_BT = np.random.default_rng(9).integers(1, 1000, (rows, width), dtype=np.int32)
     return Sequences(token_BT, length_B, np.ones((rows, width), bool), np.arange(rows))
+
+
+def shared_prefixes(sequences: Sequences) -> np.ndarray:
+    return shared_prompts.shared_prefixes(RaggedBatch.of(sequences))
 
 
 def random_lengths(seed: int, *, count: int, width: int) -> np.ndarray:
@@ -40,7 +46,7 @@ def test_pack_and_unpack_are_inverse(rows: int) -> None:
     length_B = random_lengths(0, count=30, width=16)
     inside_BT = np.arange(16) < length_B[:, None]
     value_BT = np.where(inside_BT, np.random.default_rng(1).normal(size=(30, 16)), 0.0)
-    packing = Packing(apart(length_B, 16), rows=rows, row_tokens=24)
+    packing = PackedArrays(apart(length_B, 16), rows=rows, row_tokens=24)
     packed = packing.pack(value_BT)
     assert packed.shape[0] == packing.microbatches and rows >= packed.shape[1] and packed.shape[2] == 24
     np.testing.assert_array_equal(packing.unpack(packed), value_BT)
@@ -50,7 +56,7 @@ def test_positions_and_segments_follow_the_sequences() -> None:
     length_B = np.array([5, 3, 4], np.int32)
     token_BT = np.arange(1, 19, dtype=np.int32).reshape(3, 6) * (np.arange(6) < length_B[:, None])
     sequences = Sequences(token_BT, length_B, token_BT > 0, np.arange(3))
-    (rows,) = Packing(sequences, rows=2, row_tokens=8).rows()
+    (rows,) = PackedArrays(sequences, rows=2, row_tokens=8).rows()
     assert rows.shared_prefix is None
     for row in range(2):
         for segment in range(1, rows.segment_RW[row].max() + 1):
@@ -102,8 +108,8 @@ def test_prompts_that_differ_have_in_common_what_is_before_the_difference() -> N
 @pytest.mark.parametrize("merged", [1, 2, 4])
 def test_a_row_holds_a_prompt_once_and_attention_sees_every_sequence_whole(seed: int, merged: int) -> None:
     sequences = groups(seed, prompts=6, responses=5, width=32)
-    packing = Packing(sequences, rows=merged, row_tokens=40, devices=4 // merged)
-    plain = Packing(apart_of(sequences), rows=merged, row_tokens=40, devices=4 // merged)
+    packing = PackedArrays(sequences, rows=merged, row_tokens=40, devices=4 // merged)
+    plain = PackedArrays(apart_of(sequences), rows=merged, row_tokens=40, devices=4 // merged)
     batches = list(packing.rows())
     seen = []
     for rows in batches:
@@ -152,7 +158,7 @@ def test_every_token_is_placed_in_one_microbatch_alone(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(AttentionPlaces, "shared_prefix", counted)
     sequences = groups(0, prompts=40, responses=5, width=32)
-    assert len(list(Packing(sequences, rows=2, row_tokens=40).rows())) == len(looked_at) > 10
+    assert len(list(PackedArrays(sequences, rows=2, row_tokens=40).rows())) == len(looked_at) > 10
     assert sum(looked_at) == sequences.length_B.sum()  # not so many in each microbatch
 
 
@@ -162,7 +168,7 @@ def apart_of(sequences: Sequences) -> Sequences:
 
 
 def shares(sequences: Sequences) -> bool:
-    return next(Packing(sequences, rows=4, row_tokens=200).rows()).shared_prefix is not None
+    return next(PackedArrays(sequences, rows=4, row_tokens=200).rows()).shared_prefix is not None
 
 
 def test_prompts_are_shared_where_that_is_worth_it() -> None:
@@ -186,7 +192,7 @@ def test_a_last_microbatch_of_few_tokens_takes_a_smaller_program(devices: int) -
     ids_B = np.repeat(np.arange(count), 4)
     sequences = Sequences(token_BT, np.full(4 * count, prompt + response, np.int32), mask_BT, ids_B)
     sizes: dict[str, Any] = {"rows": 6, "row_tokens": 160, "longest_response": response, "devices": devices}
-    packing = Packing(sequences, **sizes)
+    packing = PackedArrays(sequences, **sizes)
     batches = list(packing.rows())
     widths = [rows.token_RW.shape for rows in batches]
     assert widths[0][0] == widths[1][0] == devices and 686 <= widths[0][1] <= 768 and 343 <= widths[1][1] <= 384
@@ -196,11 +202,11 @@ def test_a_last_microbatch_of_few_tokens_takes_a_smaller_program(devices: int) -
     np.testing.assert_array_equal(packing.unpack(parts), token_BT)
     assert sum(int(rows.mask_RW.sum()) for rows in batches) == mask_BT.sum()
     # Another process needs whole rows in every microbatch.
-    whole = Packing(sequences, **sizes, agree=lambda own: own + 1000 if own.ndim == 2 else own)
+    whole = PackedArrays(sequences, **sizes, agree=lambda own: own + 1000 if own.ndim == 2 else own)
     assert [rows.token_RW.shape for rows in whole.rows()] == [widths[0]] * 2
     # A further program for the last of seven or eight microbatches saves too little.
     many = (np.tile(each, (5, *[1] * (each.ndim - 1))) for each in (token_BT, sequences.length_B, mask_BT))
-    most = Packing(Sequences(*many, np.repeat(np.arange(5 * count), 4)), **sizes)
+    most = PackedArrays(Sequences(*many, np.repeat(np.arange(5 * count), 4)), **sizes)
     assert {rows.token_RW.shape for rows in most.rows()} == {widths[0]} and most.microbatches > 6
 
 
@@ -214,7 +220,7 @@ def test_processes_agree_on_one_shape(tokens: int, others_need: list[int], width
     used, attends = np.array([[1, width]] * 5), np.array([33, 0])
     told = [np.array([0, 0, 1]), np.array(5), np.array(tokens), *map(np.array, others_need), used, attends]
     theirs = iter(told)
-    packing = Packing(alone, rows=2, row_tokens=400, agree=lambda own: np.maximum(own, next(theirs)))
+    packing = PackedArrays(alone, rows=2, row_tokens=400, agree=lambda own: np.maximum(own, next(theirs)))
     batches = list(packing.rows())
     assert [rows.token_RW.shape for rows in batches] == [(1, width)] * 5
     for rows in batches:
@@ -227,7 +233,7 @@ def test_processes_agree_on_one_shape(tokens: int, others_need: list[int], width
 
 def test_short_sequences_are_attended_to_in_narrow_rows_unless_a_wide_one_has_a_gap() -> None:
     sequences = groups(5, prompts=40, responses=4, width=400)
-    for rows in Packing(sequences, rows=4, row_tokens=400).rows():
+    for rows in PackedArrays(sequences, rows=4, row_tokens=400).rows():
         assert rows.shared_prefix is not None
         narrow, wide = rows.shared_prefix.parts
         assert (narrow.source_RAS.shape[2], wide.source_RAS.shape[2]) == (200, 400)
@@ -244,22 +250,22 @@ def test_what_attention_is_compiled_for_does_not_follow_the_lengths() -> None:
     attention_rows: dict[int, int] = {}
     for seed in range(1, 9):
         sequences = groups(seed, prompts=6, responses=4, width=90)
-        for rows in Packing(sequences, rows=4, row_tokens=90, attention_rows=attention_rows).rows():
+        for rows in PackedArrays(sequences, rows=4, row_tokens=90, attention_rows=attention_rows).rows():
             assert rows.shared_prefix is not None
             assert [part.source_RAS.shape for part in rows.shared_prefix.parts] == [(1, 16, 90)]
     alike = groups(1, prompts=6, responses=4, width=90)
     even = Sequences(alike.token_BT, np.full(24, 46, np.int32), alike.mask_BT, alike.prompt_id_B)
-    for rows in Packing(even, rows=4, row_tokens=90, attention_rows=attention_rows).rows():
+    for rows in PackedArrays(even, rows=4, row_tokens=90, attention_rows=attention_rows).rows():
         assert rows.shared_prefix is not None and [part.source_RAS.shape for part in rows.shared_prefix.parts] == [
             (1, 16, 90)
         ]
     many = groups(1, prompts=1, responses=80, width=90)
     short = Sequences(many.token_BT, many.mask_BT.argmax(axis=1) + 1, many.mask_BT, many.prompt_id_B)
     short.length_B[0] += 1
-    list(Packing(short, rows=4, row_tokens=90, attention_rows=attention_rows).rows())
+    list(PackedArrays(short, rows=4, row_tokens=90, attention_rows=attention_rows).rows())
     assert attention_rows[90] in (32, 64)
     before = dict(attention_rows)
-    list(Packing(sequences, rows=4, row_tokens=90, attention_rows=attention_rows).rows())
+    list(PackedArrays(sequences, rows=4, row_tokens=90, attention_rows=attention_rows).rows())
     assert attention_rows == before
 
 
@@ -269,15 +275,15 @@ def test_what_attention_is_compiled_for_does_not_follow_the_lengths() -> None:
 def test_a_small_batch_is_not_padded_to_the_largest_microbatch(count: int, rows: list[int]) -> None:
     """Nor a last microbatch of 7 rows to the first of 10, as two of 20 rows are a tenth."""
     alone = apart(np.full(count, 20, np.int32), 20)
-    assert [len(packed.token_RW) for packed in Packing(alone, rows=16, row_tokens=20).rows()] == rows
+    assert [len(packed.token_RW) for packed in PackedArrays(alone, rows=16, row_tokens=20).rows()] == rows
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("count", [1, 9, 33, 100])
 def test_rows_of_short_sequences_are_the_least_eighth_that_holds_them(count: int, seed: int) -> None:
     short = apart(random_lengths(seed, count=count, width=7), 20)
-    full = Packing(apart(np.full(count, 20, np.int32), 20), rows=16, row_tokens=20)
-    packing = Packing(short, rows=16, row_tokens=20)
+    full = PackedArrays(apart(np.full(count, 20, np.int32), 20), rows=16, row_tokens=20)
+    packing = PackedArrays(short, rows=16, row_tokens=20)
     batches, largest = list(packing.rows()), len(next(full.rows()).token_RW)
     filled = place(short.length_B, [20])[1].max() + 1
     assert len(batches) == -(-filled // largest) <= full.microbatches
@@ -291,7 +297,7 @@ def test_a_row_of_shared_prompts_is_the_least_size_that_needs_no_further_microba
     how = {"longest": 300, "stages": 1, "shares": True}
     largest = microbatch_shape_of(6, 300, sequences=96, prompts=12, longest_response=100, **how)
     widths = [size.row_tokens for size in sizes_of(largest, 6, **how)]
-    packing = Packing(sequences, rows=6, row_tokens=300, longest_response=100)
+    packing = PackedArrays(sequences, rows=6, row_tokens=300, longest_response=100)
     width = next(packing.rows()).token_RW.shape[1]
     assert widths == sorted({*widths}) and widths[-1] == largest.row_tokens and len(widths) <= 8 and width in widths
 
@@ -318,7 +324,7 @@ def test_sequences_that_a_loss_compares_are_in_one_row(stages: int, shares: bool
     sequences = Sequences(token_BT, length_B, mask_BT, prompt_id_B)
     how = {"rows": 6, "row_tokens": 2 * width, "longest_response": width - 12, "stages": stages, "shares": shares}
     for together, apart_pairs in ((2, 0), (1, None)):
-        packing = Packing(sequences, together=together, **how)
+        packing = PackedArrays(sequences, together=together, **how)
         pair_MRW = packing.pack(np.where(mask_BT, 1 + np.arange(2 * pairs)[:, None] // 2, 0))
         rows_of = [np.flatnonzero((pair_MRW == pair).any(axis=2).ravel()) for pair in range(1, pairs + 1)]
         split = sum(len(rows) > 1 for rows in rows_of)
@@ -336,7 +342,7 @@ def test_a_microbatch_is_no_longer_than_its_prompts_and_the_longest_responses_to
     for longest_response in (None, 40, 119):
         how = {"longest": 120, "stages": 1, "shares": True, "longest_response": longest_response}
         width[longest_response] = microbatch_shape_of(40, 240, sequences=8, prompts=2, **how).row_tokens
-        packing = Packing(sequences, rows=40, row_tokens=240, longest_response=longest_response)
+        packing = PackedArrays(sequences, rows=40, row_tokens=240, longest_response=longest_response)
         (rows,) = packing.rows()
         assert rows.token_RW.shape[1] <= width[longest_response]
         np.testing.assert_array_equal(packing.unpack(packing.pack(sequences.token_BT)), sequences.token_BT)
@@ -352,7 +358,7 @@ def test_minibatches_of_one_batch_have_rows_of_the_same_sizes_however_many_promp
     for batch in MinibatchRows.of(sequences, {}, rows, weights, coefficients={}).part(0, 1):
         for told, seen in widths.items():
             prompts = batch.prompts if told else None
-            packing = Packing(batch.sequences, rows=40, row_tokens=240, longest_response=40, prompts=prompts)
+            packing = PackedArrays(batch.sequences, rows=40, row_tokens=240, longest_response=40, prompts=prompts)
             packed = packing.pack(batch.sequences.token_BT)
             np.testing.assert_array_equal(packing.unpack(packed), batch.sequences.token_BT)
             assert next(packing.rows()).shared_prefix is not None

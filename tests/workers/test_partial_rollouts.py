@@ -11,7 +11,7 @@ from tiny_models import gaussian
 
 from jaxrlhf import models
 from jaxrlhf.batch import Problem
-from jaxrlhf.batching.partial_rollouts import PartialRollout, Round, unstarted_groups
+from jaxrlhf.batching.partial_rollouts import OpenGroups, Round, prompts_alone
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Request
 from jaxrlhf.workers.sampler import CompletionFeed, Sampler
@@ -48,8 +48,13 @@ def problems() -> list[Problem]:
     return [Problem(prompt_id=7 + n, prompt="", prompt_tokens=tokens) for n, tokens in enumerate(PROMPTS)]
 
 
-def unstarted(most_kept: int = 0) -> PartialRollout:
-    return unstarted_groups(problems(), copies=COPIES, seed=SEED, step=STEP, width=WIDTH, most_kept=most_kept)
+def unstarted(most_kept: int = 0) -> OpenGroups:
+    return unstarted_groups(problems(), most_kept=most_kept)
+
+
+def unstarted_groups(asked: list[Problem], *, most_kept: int) -> OpenGroups:
+    rollout = prompts_alone([one for one in asked for _ in range(COPIES)], width=WIDTH, most_kept=most_kept)
+    return OpenGroups.begin(len(asked), copies=COPIES, seed=SEED, step=STEP, rollout=rollout)
 
 
 def sampler_of(engine) -> Sampler:
@@ -60,14 +65,14 @@ def whole(engine, sampling: Sampling):
     return sampler_of(engine).generate(problems(), sampling, responses_per_prompt=COPIES, seed=SEED)
 
 
-def in_rounds(loaded, sampling: Sampling, scales, *, complete: int = 1, due: int = 0) -> list[PartialRollout]:
+def in_rounds(loaded, sampling: Sampling, scales, *, complete: int = 1, due: int = 0) -> list[OpenGroups]:
     """Groups under way after each round: one more is complete in each, and all are in the last."""
     rounds, in_progress = [], unstarted()
     for version, scale in enumerate(scales):
         last = version == len(scales) - 1
         sampler = sampler_of(loaded(scale, version))
         until = Round(len(PROMPTS) if last else complete + version, len(PROMPTS), due)
-        in_progress = sampler.continue_sequences(problems(), in_progress, sampling, until)
+        in_progress = sampler.continue_groups(problems(), in_progress, sampling, until)
         rounds.append(in_progress)
     return rounds
 
@@ -162,9 +167,7 @@ def test_what_tokens_were_drawn_among_goes_on_with_them():
     expected = whole(engine, sampling)
     in_progress = unstarted(most_kept=3)
     for complete in (1, 2, 4):
-        in_progress = sampler_of(engine).continue_sequences(
-            problems(), in_progress, sampling, Round(complete, 4, due=0)
-        )
+        in_progress = sampler_of(engine).continue_groups(problems(), in_progress, sampling, Round(complete, 4, due=0))
     np.testing.assert_array_equal(in_progress.rollout.sequences.recorded["kept"], expected.sequences.recorded["kept"])
 
 
@@ -173,10 +176,10 @@ def test_no_program_is_compiled_once_responses_go_on():
     engine.compile_ahead([3, 48, *range(49, 63)])
     compiled = len(engine.compiled)
     long = [Problem(prompt_id=n, prompt="", prompt_tokens=(5 + n,) * (48 - n)) for n in range(4)]
-    in_progress = unstarted_groups(long, copies=COPIES, seed=SEED, step=0, width=WIDTH, most_kept=3)
+    in_progress = unstarted_groups(long, most_kept=3)
     for complete in (1, 2, 3, 4):
         until = Round(complete, len(long), due=-1)
-        in_progress = sampler_of(engine).continue_sequences(long, in_progress, Sampling(top_k=3), until)
+        in_progress = sampler_of(engine).continue_groups(long, in_progress, Sampling(top_k=3), until)
     assert in_progress.ended_B.all() and engine.prefill.prompts > 2 * len(long)
     assert len(engine.compiled) == compiled
 
@@ -191,7 +194,7 @@ def test_a_round_that_fails_leaves_the_engine_empty_and_the_groups_as_they_were(
 
     monkeypatch.setattr(engine, failing, fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        sampler_of(engine).continue_sequences(problems(), before, Sampling(), Round(4, 4, due=0))
+        sampler_of(engine).continue_groups(problems(), before, Sampling(), Round(4, 4, due=0))
     assert not engine.unfinished and not engine.book.active
     jax.tree.map(np.testing.assert_array_equal, before, copy)
 
@@ -202,7 +205,7 @@ def test_an_engine_of_another_kind_is_refused(loaded):
 
     sampler = replace(sampler_of(loaded(1.0, 0)), engine=Server())
     with pytest.raises(Refusal, match="which Server does not support"):
-        sampler.continue_sequences(problems(), unstarted(), Sampling(), Round(4, 4, due=0))
+        sampler.continue_groups(problems(), unstarted(), Sampling(), Round(4, 4, due=0))
 
 
 @pytest.mark.parametrize(("complete", "of"), [(8, 12), (7, 13), (1, 2), (12, 12)])

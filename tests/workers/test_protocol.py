@@ -1,13 +1,16 @@
 """Transfer protocols: who gets which rows, and whose results come back."""
 
 import itertools
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from made_steps import episodes_of, rollout_of
 
-from jaxrlhf.batch import Experience, MinibatchRows, Problem, Sequences
+from jaxrlhf.batch import Problem, Sequences
 from jaxrlhf.batching import transfer_protocol as protocols
+from jaxrlhf.batching.ragged import Experience, MinibatchRows
 from jaxrlhf.batching.transfer_protocol import (
     DP_PROTO,
     ONE_TO_ALL,
@@ -141,7 +144,7 @@ def test_prompts_and_their_responses_stay_together() -> None:
 
 
 def test_minibatches_are_cut_inside_and_not_apart() -> None:
-    minibatches = [Experience(batch(4), np.zeros((4, 3)), {"advantage": np.ones((4, 3))}) for _ in range(3)]
+    minibatches = [Experience.of(batch(4), np.zeros((4, 3)), {"advantage": np.ones((4, 3))}) for _ in range(3)]
     (part,) = rows((minibatches,), part=1, parts=2)
     assert len(part) == 3
     assert all(experience.sequences.prompt_id_B.tolist() == [2, 3] for experience in part)
@@ -150,7 +153,7 @@ def test_minibatches_are_cut_inside_and_not_apart() -> None:
 
 def test_minibatches_of_unequal_rows_are_each_cut_by_themselves() -> None:
     # As forked episodes make them, some of which have more sequences than others.
-    minibatches = [Experience(batch(count), np.zeros((count, 3)), {}) for count in (5, 7)]
+    minibatches = [Experience.of(batch(count), np.zeros((count, 3)), {}) for count in (5, 7)]
     parts = [rows((minibatches,), part=part, parts=2)[0] for part in (0, 1)]
     found = [[one.sequences.prompt_id_B.tolist() for one in part] for part in parts]
     assert found == [[[0, 1], [0, 1, 2]], [[2, 3, 4], [3, 4, 5, 6]]]
@@ -178,7 +181,7 @@ def test_rows_of_one_batch_are_cut_like_minibatches_of_their_own_and_without_the
         whole, {"advantage": beyond_BT}, chosen, weights, importance_BT=importance_BT, coefficients={"kl_weight": 0.5}
     )
     apart = [
-        Experience(
+        Experience.of(
             jax.tree.map(lambda leaf, own=own: np.asarray(leaf)[own], whole),
             weight * importance_BT[own],
             {"advantage": advantage_BT[own], "kl_weight": 0.5 * weight},
@@ -191,7 +194,7 @@ def test_rows_of_one_batch_are_cut_like_minibatches_of_their_own_and_without_the
         assert len(found) == len(expected) == 4
         jax.tree.map(np.testing.assert_array_equal, list(found), expected)
         needed = {int(row) for own in chosen for row in own[2 * part : 2 * part + 2]}
-        assert len(found.prompt_id_B) == len(needed) < 12
+        assert len(found.batch.prompt_id_B) == len(needed) < 12
         assert len(found.batch.columns["token"]) == length_B[sorted(needed)].sum()
     with pytest.raises(Refusal, match="a batch of 4 rows does not split over 5 ranks"):
         rows((given,), part=0, parts=5)
@@ -229,6 +232,20 @@ def test_arrays_of_one_length_have_rows_and_others_none() -> None:
     assert protocols.rows_of({"a": np.zeros((3, 2)), "b": np.zeros(2)}) is None
     assert protocols.rows_of({"a": np.zeros(3), "loss": 1.5}) is None
     assert protocols.rows_of({}) is None
+
+
+def test_episodes_are_split_by_prompt_beside_problems_and_by_row_alone() -> None:
+    """The episodes of the first prompt have three rows, and the episode of the second has one."""
+    nothing_BT = np.zeros((4, 3))
+    rollout = replace(rollout_of(nothing_BT, [7, 7, 7, 9]), episodes=episodes_of(nothing_BT, nothing_BT))
+    problems = [Problem(number, "", (1,)) for number in (7, 9, 11)]
+    parts = [rows((problems[:2], rollout), part=part, parts=2) for part in (0, 1)]
+    assert [part[1].sequences.prompt_id_B.tolist() for part in parts] == [[7, 7, 7], [9]]
+    assert [len(part[1].episodes.records) for part in parts] == [3, 1]
+    assert rows((rollout,), part=0, parts=2)[0].sequences.prompt_id_B.tolist() == [7, 7]
+    assert protocols.rows_of(rollout) is None and protocols.rows_of(replace(rollout, episodes=None)) == 4
+    with pytest.raises(Refusal, match="episodes of 2 prompts and 3 rows"):
+        rows((problems, rollout), part=0, parts=3)
 
 
 def test_numbers_are_taken_from_the_first_rank() -> None:

@@ -8,15 +8,13 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from built_workers import build, of_many_lengths, weighted
 from compiled import Collective, collectives
 
-from jaxrlhf.algos import nll_objective, token_weights
-from jaxrlhf.batch import Experience, Sequences
+from jaxrlhf.algos import nll_objective
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import SFT, Arithmetic, Config, FromScratch, Layout, Rollout, Training
-from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.models.attention.attention import ROWS, attend_blocks
-from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.workers.build import Builder, Phase
 
 pytestmark = pytest.mark.usefixtures("programs")
 
@@ -37,20 +35,13 @@ def actor(model: FromScratch, layout: Layout, *, devices: int):
         steps=1,
         devices=devices,
     )
-    pool = ResourcePool("all", tuple(jax.devices()[:devices]))
-    builder = Builder(settings, embedded_tokenizer(), pool, ["actor"], progress=lambda *_: None)
-    return builder.workers(Phase(settings, ("actor",), total_updates=1))["actor"]
+    return build(settings, "actor")[1]["actor"]
 
 
 def experience(rows: int = 24) -> Experience:
     """Sequences of many lengths: more than one microbatch, and unlike numbers of tokens on every device."""
-    rng = np.random.default_rng(0)
-    length_B = rng.integers(6, WIDTH + 1, rows).astype(np.int32)
-    inside_BT = np.arange(WIDTH) < length_B[:, None]
-    mask_BT = inside_BT & (np.arange(WIDTH) >= rng.integers(1, length_B - 1)[:, None])
-    token_BT = np.where(inside_BT, rng.integers(0, 400, (rows, WIDTH)), 0).astype(np.int32)
-    weight_BT = np.asarray(token_weights(mask_BT, np.arange(rows), aggregation="seq-mean-token-mean"))
-    return Experience(Sequences(token_BT, length_B, mask_BT, np.arange(rows)), weight_BT, {})
+    sequences = of_many_lengths(np.random.default_rng(0), rows=rows, width=WIDTH, shortest=6)
+    return weighted(sequences, aggregation="seq-mean-token-mean")
 
 
 def gradient(worker) -> tuple[list[np.ndarray], dict[str, float], int]:

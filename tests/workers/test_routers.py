@@ -5,13 +5,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from built_workers import builder_of, of_many_lengths, weighted
 
-from jaxrlhf.algos import PairRewards, PairSettings, nll_objective, pair_objective, token_weights
-from jaxrlhf.batch import Experience, Sequences
+from jaxrlhf.algos import PairRewards, PairSettings, nll_objective, pair_objective
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import SFT, Arithmetic, Config, FromScratch, Rollout, Training
-from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows.batches.preference_pairs import pair_experience
-from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.summary import pool_rows
 
@@ -32,8 +31,7 @@ def built(*, tokens: int = 2048, router_loss: float | None = 0.5, experts: int =
         steps=1,
         devices=1,
     )
-    pool = ResourcePool("all", tuple(jax.devices()[:1]))
-    return Builder(settings, embedded_tokenizer(), pool, ["actor"], progress=lambda *_: None)
+    return builder_of(settings, ["actor"])
 
 
 def actor(**changes):
@@ -43,13 +41,7 @@ def actor(**changes):
 
 def experience() -> Experience:
     """Responses of many lengths, the weights of their tokens all alike."""
-    rng = np.random.default_rng(0)
-    length_B = rng.integers(8, WIDTH + 1, 8).astype(np.int32)
-    inside_BT = np.arange(WIDTH) < length_B[:, None]
-    mask_BT = inside_BT & (np.arange(WIDTH) >= rng.integers(1, length_B - 1)[:, None])
-    token_BT = np.where(inside_BT, rng.integers(0, 400, (8, WIDTH)), 0).astype(np.int32)
-    weight_BT = np.asarray(token_weights(mask_BT, np.arange(8), aggregation="token-mean"))
-    return Experience(Sequences(token_BT, length_B, mask_BT, np.arange(8)), weight_BT, {})
+    return weighted(of_many_lengths(np.random.default_rng(0), rows=8, width=WIDTH, shortest=8))
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,11 @@
 
 from dataclasses import replace
 
-import jax
 import pytest
+from built_workers import build
 from tiny_runs import get_config
 
 from jaxrlhf.config import Optimizer
-from jaxrlhf.data.tokenizer import embedded_tokenizer
-from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.workers.build import Builder, Phase
 
 
 @pytest.mark.parametrize("resting", [0, 2])
@@ -25,10 +22,8 @@ def test_a_policy_that_rests_at_first_still_decays_to_nothing(resting):
         actor=replace(config.actor, optimizer=linear),
         algorithm=replace(algorithm, critic=critic, critic_warmup_steps=resting),
     )
-    each, roles = config.algorithm.updates_per_step(config.rollout), ("actor", "critic")
-    pool = ResourcePool("all", tuple(jax.devices()[:1]))
-    builder = Builder(config, embedded_tokenizer(), pool, roles, progress=lambda *_: None)
-    workers = builder.workers(Phase(config, roles, total_updates=5 * each))
+    each = config.algorithm.updates_per_step(config.rollout)
+    builder, workers = build(config, "actor", "critic", updates=5 * each)
     for role, steps in (("actor", 5 - resting), ("critic", 5)):
         rates = [float(workers[role]._schedule(update)) for update in range(steps * each + 1)]
         assert rates == pytest.approx([1e-3 * (1 - update / (steps * each)) for update in range(steps * each + 1)])

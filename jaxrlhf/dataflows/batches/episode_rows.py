@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrlhf.batch import Array, RolloutBatch, Scores, Sequences
+from jaxrlhf.batch import EpisodeRows, RolloutBatch, Scores
 
 
 def side_by_side(rollout: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -23,7 +23,7 @@ def side_by_side(rollout: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     if not isinstance(rollout, RolloutBatch) or rollout.episodes is None:
         return (rollout, *values)
-    place_EK = _places(np.asarray(rollout.episodes.episode_B))
+    place_EK = _places(rollout.episodes)
     if place_EK.shape[1] == 1:
         return (rollout, *values)
     rows = len(rollout.episodes.episode_B)
@@ -35,56 +35,10 @@ def side_by_side(rollout: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
 
     sequences = rollout.sequences
     length_EK = np.where(place_EK < 0, 0, np.asarray(sequences.length_B)[place_EK])
-    images_EK = None if sequences.images_B is None else _images_of(sequences.images_B, place_EK)
-    whole = replace(joined(rollout), sequences=replace(joined(sequences), length_B=length_EK, images_B=images_EK))
+    images_B = sequences.images_B  # of each sequence still
+    whole = replace(joined(rollout), sequences=replace(joined(sequences), length_B=length_EK, images_B=images_B))
     truncated_EK = np.where(place_EK < 0, False, np.asarray(rollout.truncated_B)[place_EK])
     return (replace(whole, truncated_B=truncated_EK.any(axis=1)), *(joined(value) for value in values))
-
-
-class EpisodeSplitter:
-    """Inverse of `side_by_side`: splits episodes into one row per sequence; does nothing if each episode is one row."""
-
-    def __init__(self, sequences: Sequences) -> None:
-        length_EK = np.asarray(sequences.length_B)
-        self._sequences, self._there_EK = sequences, length_EK.reshape(len(length_EK), -1) > 0
-        self._needless = length_EK.ndim == 1
-
-    def array(self, value: Any, episodes: np.ndarray | None = None) -> Any:
-        """Split `[E, k T]` arrays into `[B, T]` rows.
-
-        Args:
-          episodes: Indices of the episodes in the arrays; None is all.
-        """
-        if self._needless:
-            return value
-        there_EK = self._there_EK if episodes is None else self._there_EK[episodes]
-
-        def parted(leaf: Array) -> np.ndarray:
-            leaf = np.asarray(leaf)
-            return leaf.reshape(*there_EK.shape, -1, *leaf.shape[2:])[there_EK]
-
-        return jax.tree.map(parted, value)
-
-    def rows(self, episodes: np.ndarray) -> np.ndarray:
-        """Return the indices of the rows of these episodes, in the order of `episodes`."""
-        if self._needless:
-            return episodes
-        count_E = self._there_EK.sum(axis=1)
-        start_E = np.cumsum(count_E) - count_E
-        return np.concatenate([start_E[episode] + np.arange(count_E[episode]) for episode in episodes])
-
-    @property
-    def sequences(self) -> Sequences:
-        """The sequences, one per row."""
-        whole, there_EK = self._sequences, self._there_EK
-        if self._needless:
-            return whole
-        return Sequences(
-            **self.array({name: getattr(whole, name) for name in ("token_BT", "mask_BT", "recorded")}),
-            length_B=np.asarray(whole.length_B)[there_EK],
-            prompt_id_B=np.repeat(whole.prompt_id_B, there_EK.sum(axis=1)),
-            images_B=None if whole.images_B is None else whole.images_B[there_EK],
-        )
 
 
 def sampled_lengths(rollout: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
@@ -92,29 +46,14 @@ def sampled_lengths(rollout: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
     length_B, truncated_B = np.asarray(rollout.sequences.mask_BT).sum(axis=1), np.asarray(rollout.truncated_B)
     if rollout.episodes is None:
         return length_B, truncated_B
-    start_E = starts_of(rollout.episodes.episode_B)
+    start_E = rollout.episodes.start_E
     return np.add.reduceat(length_B, start_E), np.logical_or.reduceat(truncated_B, start_E)
 
 
-def starts_of(episode_B: Array) -> np.ndarray:
-    """Return `start_E`, the index of each episode's first row; the rows of an episode are consecutive."""
-    return np.flatnonzero(np.diff(np.asarray(episode_B), prepend=-1))
-
-
-def _places(episode_B: np.ndarray) -> np.ndarray:
+def _places(episodes: EpisodeRows) -> np.ndarray:
     """Return `place_EK`, the row indices of each episode, padded with -1."""
-    starts = starts_of(episode_B)
-    counts_E = np.diff([*starts, len(episode_B)])
-    number_EK = np.arange(counts_E.max())[None]
-    return np.where(number_EK < counts_E[:, None], starts[:, None] + number_EK, -1)
-
-
-def _images_of(images_B: np.ndarray, place_EK: np.ndarray) -> np.ndarray:
-    """Return the images of each sequence of each episode; padding has none."""
-    images_EK = np.empty(place_EK.shape, object)
-    for place in np.ndindex(place_EK.shape):
-        images_EK[place] = images_B[place_EK[place]] if place_EK[place] >= 0 else ()
-    return images_EK
+    number_EK = np.arange(episodes.rows_E.max())[None]
+    return np.where(number_EK < episodes.rows_E[:, None], episodes.start_E[:, None] + number_EK, -1)
 
 
 def _joined(leaf: np.ndarray, place_EK: np.ndarray, rows: int) -> np.ndarray:

@@ -6,31 +6,29 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxrlhf.batch import EpisodeBatch, Problem, Scores
+from jaxrlhf.batch import Problem, RolloutBatch, Scores
 from jaxrlhf.config import AnyEnvironment
 from jaxrlhf.config.environments import choices
-from jaxrlhf.dataflows.batches.episode_rows import starts_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics
 from jaxrlhf.episode import STOP_CAUSES, TRUNCATIONS, EpisodeRecord
 
 
 def scored_episodes(
-    environment: AnyEnvironment, problems: Sequence[Problem], episodes: EpisodeBatch, scores: Scores
+    environment: AnyEnvironment, problems: Sequence[Problem], rollout: RolloutBatch, scores: Scores
 ) -> ScoredRollout:
     """Combine episodes and scores; a truncated episode is scored, gets 0 or is not trained on, by its environment."""
-    records: list[EpisodeRecord] = list(episodes.record_E)
+    episodes, scorable_E = rollout.episodes, np.asarray(scores.scorable_B)
+    assert episodes is not None, "an environment makes episodes"
+    records = episodes.records
     zero_E, left_out_E = (truncated_with(environment, records, how) for how in ("zero", "leave_out"))
-    rollout, scorable_E = episodes.rollout, np.asarray(scores.scorable_B)
     if zero_E.any():
-        assert rollout.episodes is not None
-        zero_B = np.repeat(zero_E, np.diff([*starts_of(rollout.episodes.episode_B), len(rollout.truncated_B)]))
-        paid_BT = np.where(zero_B[:, None], 0, rollout.episodes.reward_BT).astype(np.float32)
-        rollout = replace(rollout, episodes=replace(rollout.episodes, reward_BT=paid_BT))
+        zero_B = np.repeat(zero_E, episodes.rows_E)
+        paid_BT = np.where(zero_B[:, None], 0, episodes.reward_BT).astype(np.float32)
+        rollout = replace(rollout, episodes=replace(episodes, reward_BT=paid_BT))
         scores = replace(scores, score_B=np.where(zero_E, 0, scores.score_B).astype(np.float32))
     trained_E = ~left_out_E if left_out_E.any() else None
-    metrics = episode_metrics(records, scorable_E)
-    return ScoredRollout(problems, rollout, scores, trained_E, metrics, record_E=episodes.record_E)
+    return ScoredRollout(problems, rollout, scores, trained_E, episode_metrics(records, scorable_E))
 
 
 def truncated_with(environment: AnyEnvironment, records: Sequence[EpisodeRecord], how: str) -> np.ndarray:

@@ -3,30 +3,33 @@
 Source: APRIL, active partial rollouts (Zhou et al. 2025, arXiv:2509.18521).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 
-from jaxrlhf.batch import KEPT, EpisodeBatch, Problem, RolloutBatch, images_of_problems
-from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, unstarted_groups
+from jaxrlhf.batch import KEPT, Problem, RolloutBatch, Sequences, images_of_problems
+from jaxrlhf.batching.partial_rollouts import OpenGroups, Round, prompts_alone
 from jaxrlhf.batching.transfer_protocol import join
 from jaxrlhf.config import Config, Refusal
 
 DrawMore = Callable[[], Sequence[Problem]]
 
 
-class InFlight(ABC):
-    """Groups in flight, in N places, and the problems that wait for a free place.
+class InFlight:
+    """Groups of responses or episodes in flight, in N places, and the problems that wait for a free place.
 
     A round ends when `prompts_per_step` groups are complete, and all groups that may not be postponed again. A group
-    that a step takes leaves its place to the next waiting problem.
+    that a step takes leaves its place to the next waiting problem. The order in which responses complete depends on
+    token counts, never on a clock; the order of episodes is that of arrival.
+
+    The state of an environment cannot be saved. After a resume, or after a host was relaunched, unfinished episodes
+    restart from their prompts with their first seed.
 
     Attributes:
       problems: Problem of the group in each place.
+      open: The groups, place by place; None before the first round.
       metrics: Metrics of the rounds since `begin_step`.
     """
 
@@ -36,7 +39,10 @@ class InFlight(ABC):
         self._copies, self._sampling = rollout.responses_per_prompt, rollout.sampling
         self._width = rollout.max_prompt_tokens + rollout.max_response_tokens
         self._most_postponed = rollout.staleness - config.steps_ahead
+        self._episodes = config.environment is not None
         self.problems: list[Problem] = []
+        self.open: OpenGroups | None = None
+        self._over: list[RolloutBatch | None] = []  # complete groups of episodes, place by place
         self._waiting: list[Problem] = []
         self._free: list[int] = []
         self.metrics: dict[str, float] = {}
@@ -69,25 +75,55 @@ class InFlight(ABC):
         self._waiting += problems
         chosen, order = self._refill(draw_more)
         self._start(chosen, order, seed=seed, step=step)
-        until = Round(self._wanted, len(self.problems), due=step - self._most_postponed)
-        started_P, complete_P = self._round(actor, until, step)
+        groups = self._round(actor, Round(self._wanted, len(self.problems), due=step - self._most_postponed))
+        started_P, complete_P = groups.started_P, groups.complete_P
         assert complete_P.sum() >= self._wanted, "the actor ended the round before a step's groups were complete"
         oldest_first = np.lexsort((np.arange(len(started_P)), started_P, ~complete_P))
         self._free = sorted(oldest_first[: self._wanted].tolist())
         self._add({"staleness/put_off_groups": float(self.groups)})
-        return [self.problems[place] for place in self._free], self._taken()
+        return [self.problems[place] for place in self._free], self._taken(groups)
 
-    @abstractmethod
     def _start(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
         """Append a new group for each chosen problem, then put all groups in this order."""
+        rollout = None
+        if not self._episodes:
+            prompts = [problem for problem in chosen for _ in range(self._copies)]
+            rollout = prompts_alone(prompts, width=self._width, most_kept=self._sampling.most_kept)
+        started = OpenGroups.begin(len(chosen), copies=self._copies, seed=seed, step=step, rollout=rollout)
+        self.open = (started if self.open is None else self.open.concat(started)).take(order)
+        together = [*self._over, *[None for _ in chosen]]
+        self._over = [together[index] for index in order]
 
-    @abstractmethod
-    def _round(self, actor: Any, until: Round, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Continue all groups for one round; return the step that each started in, and whether it is complete."""
+    def _round(self, actor: Any, until: Round) -> OpenGroups:
+        """Continue all groups for one round."""
+        before = self.open
+        assert before is not None, "groups must be started before a round"
+        groups: OpenGroups = actor.continue_groups(self.problems, before, sampling=self._sampling, until=until).result()
+        self._add({"staleness/sampled_tokens": float(groups.tokens - before.tokens)})
+        if self._episodes:
+            assert groups.rollout is not None, "a round returns the episodes that ended"
+            place_of = {problem.prompt_id: place for place, problem in enumerate(self.problems)}
+            for prompt_id, group in groups_of(groups.rollout).items():
+                self._over[place_of[prompt_id]] = group
+            groups = replace(groups, rollout=None)
+        self.open = groups
+        return groups
 
-    @abstractmethod
-    def _taken(self) -> Any:
+    def _taken(self, groups: OpenGroups) -> RolloutBatch:
         """Return the responses or episodes of the groups that the step takes, in `_free`."""
+        if self._episodes:
+            taken = [self._over[place] for place in self._free]
+            for place in self._free:  # a checkpoint holds waiting groups, not this step's
+                self._over[place] = None
+            self._add({"staleness/ready_groups": float(groups.complete_P.sum() - len(taken))})
+            return join(taken)
+        left = groups.take(np.setdiff1d(np.arange(len(self.problems)), self._free))
+        rollout = groups.take(self._free).rollout
+        assert left.rollout is not None and rollout is not None, "responses have a rollout"
+        tokens_B = np.sum(left.rollout.sequences.mask_BT, axis=1)
+        self._add({"staleness/recomputed_tokens": float(tokens_B[~left.ended_B].sum())})
+        chosen = [self.problems[place] for place in self._free for _ in range(self._copies)]
+        return replace(rollout, sequences=replace(rollout.sequences, images_B=images_of_problems(chosen)))
 
     def _add(self, numbers: dict[str, float]) -> None:
         self.metrics |= {name: self.metrics.get(name, 0.0) + value for name, value in numbers.items()}
@@ -135,7 +171,8 @@ class InFlight(ABC):
 
     def saved(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""
-        return {"problems": [*self.problems], "waiting": [*self._waiting], "free": [*self._free]}
+        lists = {"problems": self.problems, "waiting": self._waiting, "free": self._free, "over": self._over}
+        return {"groups": self.open, **{name: [*values] for name, values in lists.items()}}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from a saved state.
@@ -143,10 +180,17 @@ class InFlight(ABC):
         Raises:
           Refusal: The saved groups have other sizes than the configuration.
         """
-        self.problems = [*saved["problems"]]
-        self._waiting, self._free = [*saved["waiting"]], [*saved["free"]]
+        groups: OpenGroups | None = saved["groups"]
+        for rollout in () if groups is None else (groups.rollout, *saved["over"]):
+            if rollout is not None and groups is not None:
+                self._check_sizes(groups.copies, rollout.sequences)
+        self.open, self.problems = groups, [*saved["problems"]]
+        self._waiting, self._free, self._over = ([*saved[name]] for name in ("waiting", "free", "over"))
 
-    def _check_sizes(self, before: tuple[int, ...], now: tuple[int, ...]) -> None:
+    def _check_sizes(self, copies: int, sequences: Sequences) -> None:
+        kept = sequences.recorded[KEPT].shape[2] if KEPT in sequences.recorded else 0
+        before = copies, sequences.token_BT.shape[1], kept
+        now = self._copies, self._width, 0 if self._episodes else self._sampling.most_kept
         if before != now:
             raise Refusal(
                 "the checkpoint's groups in flight have (responses_per_prompt, max_prompt_tokens + "
@@ -155,113 +199,8 @@ class InFlight(ABC):
             )
 
 
-class ResponsesInFlight(InFlight):
-    """Groups of responses in flight. The order of completion depends on token counts, never on a clock.
-
-    Attributes:
-      in_progress: Partial responses of the groups; None before the first round.
-    """
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.in_progress: PartialRollout | None = None
-
-    def _start(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
-        sizes = {"copies": self._copies, "width": self._width, "most_kept": self._sampling.most_kept}
-        started = unstarted_groups(chosen, seed=seed, step=step, **sizes)
-        self.in_progress = (started if self.in_progress is None else self.in_progress.concat(started)).take(order)
-
-    def _round(self, actor: Any, until: Round, step: int) -> tuple[np.ndarray, np.ndarray]:
-        assert self.in_progress is not None, "groups must be started before a round"
-        before = self.in_progress.tokens
-        how = {"sampling": self._sampling, "until": until}
-        continued = actor.continue_sequences(self.problems, self.in_progress, **how).result()
-        self.in_progress = continued
-        self._add({"staleness/sampled_tokens": float(continued.tokens - before)})
-        return continued.started_P, continued.complete_P
-
-    def _taken(self) -> RolloutBatch:
-        assert self.in_progress is not None, "responses are taken after a round"
-        left = self.in_progress.take(np.setdiff1d(np.arange(len(self.problems)), self._free))
-        tokens_B = left.rollout.sequences.mask_BT.sum(axis=1)
-        self._add({"staleness/recomputed_tokens": float(tokens_B[~left.ended_B].sum())})
-        rollout = self.in_progress.take(self._free).rollout
-        chosen = [self.problems[place] for place in self._free for _ in range(self._copies)]
-        return replace(rollout, sequences=replace(rollout.sequences, images_B=images_of_problems(chosen)))
-
-    def saved(self) -> dict[str, Any]:
-        return super().saved() | {"under_way": self.in_progress}
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        if (in_progress := saved["under_way"]) is not None:
-            sequences = in_progress.rollout.sequences
-            kept = sequences.recorded[KEPT].shape[2] if KEPT in sequences.recorded else 0
-            before = in_progress.copies, sequences.token_BT.shape[1], kept
-            self._check_sizes(before, (self._copies, self._width, self._sampling.most_kept))
-        super().restore(saved)
-        self.in_progress = in_progress
-
-
-class EpisodesInFlight(InFlight):
-    """Groups of episodes in flight; a step takes the groups that arrive first, by wall-clock time.
-
-    The state of an environment cannot be saved. After a resume, or after a host was relaunched, unfinished episodes
-    restart from their prompts with their first seed.
-    """
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self._groups = OpenGroups.begin(0, seed=0, step=0)
-        self._over: list[EpisodeBatch | None] = []
-
-    def _start(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
-        self._groups = self._groups.concat(OpenGroups.begin(len(chosen), seed=seed, step=step)).take(order)
-        together = [*self._over, *[None for _ in chosen]]
-        self._over = [together[index] for index in order]
-
-    def _round(self, actor: Any, until: Round, step: int) -> tuple[np.ndarray, np.ndarray]:
-        how = {"sampling": self._sampling, "responses_per_prompt": self._copies, "until": until}
-        arrived = actor.continue_episodes(self.problems, self._groups, **how).result()
-        place_of = {problem.prompt_id: place for place, problem in enumerate(self.problems)}
-        for prompt_id, group in groups_of(arrived, self._copies).items():
-            self._over[place_of[prompt_id]] = group
-        ended_P = np.array([group is not None for group in self._over])
-        self._groups = replace(self._groups, ended_P=ended_P)
-        self._add({"staleness/sampled_tokens": float(np.sum(arrived.rollout.sequences.mask_BT))})
-        return self._groups.started_P, ended_P
-
-    def _taken(self) -> EpisodeBatch:
-        taken = [self._over[place] for place in self._free]
-        for place in self._free:  # a checkpoint holds waiting groups, not this step's
-            self._over[place] = None
-        self._add({"staleness/ready_groups": float(self._groups.ended_P.sum() - len(taken))})
-        return join(taken)
-
-    def saved(self) -> dict[str, Any]:
-        return super().saved() | {"groups": self._groups, "over": [*self._over]}
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        for group in saved["over"]:
-            if group is not None:
-                sizes = len(group.record_E), group.rollout.sequences.token_BT.shape[1], 0
-                self._check_sizes(sizes, (self._copies, self._width, 0))
-        super().restore(saved)
-        self._groups, self._over = saved["groups"], [*saved["over"]]
-
-
-def in_flight_of(config: Config) -> InFlight | None:
-    """Make the in-flight groups of a configuration; None if every step completes its own groups."""
-    if config.rollout.over_provision == 1:
-        return None
-    return ResponsesInFlight(config) if config.environment is None else EpisodesInFlight(config)
-
-
-def groups_of(episodes: EpisodeBatch, copies: int) -> dict[int, EpisodeBatch]:
-    """Split episodes into groups of `copies` episodes, by prompt id."""
-    prompt_id_B = np.asarray(episodes.rollout.sequences.prompt_id_B)
-    found = {}
-    for index, prompt_id in enumerate(dict.fromkeys(prompt_id_B.tolist())):
-        rows = np.flatnonzero(prompt_id_B == prompt_id)
-        rollout: RolloutBatch = jax.tree.map(lambda value, rows=rows: np.asarray(value)[rows], episodes.rollout)
-        found[prompt_id] = EpisodeBatch(rollout, episodes.record_E[index * copies : (index + 1) * copies])
-    return found
+def groups_of(episodes: RolloutBatch) -> dict[int, RolloutBatch]:
+    """Split episodes into groups, by prompt id."""
+    prompt_id_B = np.asarray(episodes.sequences.prompt_id_B)
+    numbers = dict.fromkeys(prompt_id_B.tolist())
+    return {prompt_id: episodes.take(np.flatnonzero(prompt_id_B == prompt_id)) for prompt_id in numbers}

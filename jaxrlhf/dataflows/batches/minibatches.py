@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from jaxrlhf.algos import rollout_correction, token_weights
-from jaxrlhf.batch import Array, Experience, MinibatchRows, RolloutBatch, Sequences
+from jaxrlhf.batch import Array, RolloutBatch, Sequences
+from jaxrlhf.batching.ragged import Experience, MinibatchRows
 from jaxrlhf.config import Aggregation, KLInLoss, PolicyGradient
-from jaxrlhf.dataflows.batches.episode_rows import EpisodeSplitter
 from jaxrlhf.dataflows.step import Metrics, State, StepInput
 
 
@@ -85,15 +85,8 @@ def minibatches(
         for rows in chosen
     ]
     coefficients = {"kl_weight": kl_coefficient, "entropy_weight": entropy_coefficient}
-    apart = EpisodeSplitter(sequences)
-    return MinibatchRows.of(
-        apart.sequences,
-        apart.array(dict(fields)),
-        [apart.rows(rows) for rows in chosen],
-        [apart.array(weight_BT, rows) for weight_BT, rows in zip(weights, chosen, strict=True)],
-        importance_BT=apart.array(importance_BT),
-        coefficients={name: number for name, number in coefficients.items() if number},
-    )
+    coefficients = {name: number for name, number in coefficients.items() if number}
+    return MinibatchRows.of(sequences, fields, chosen, weights, importance_BT=importance_BT, coefficients=coefficients)
 
 
 def policy_minibatches(

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from jaxrlhf.algos import PairRewards, token_weights
-from jaxrlhf.batch import Array, Experience, Pair, Problem, Sequences, images_of_problems
+from jaxrlhf.batch import Array, Pair, Problem, Sequences, images_of_problems
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import Config, Preference
 from jaxrlhf.dataflows.step import Metrics
 
@@ -17,20 +18,17 @@ def pair_sequences(problems: Sequence[Problem], config: Config) -> Sequences:
     The mask marks the positions to read: for a policy, every token of the answers. A critic values the prefix before a
     position, so the score of a whole sequence is read at the position after it, whatever token is there.
     """
-    count, after, rollout = 2 * len(problems), config.algorithm.positions_after, config.rollout
+    after, tokens, masks = config.algorithm.positions_after, list[Sequence[int]](), list[Sequence[bool]]()
     assert after is not None, "the algorithm learns from pairs"
-    width = rollout.max_prompt_tokens + rollout.max_response_tokens
-    token_BT, mask_BT, length_B = np.zeros((count, width), np.int32), np.zeros((count, width), bool), []
-    for index, pair in enumerate(problems):
+    for pair in problems:
         assert isinstance(pair, Pair), "the configuration accepts only pairs"
-        for row, answer in enumerate((pair.solution_tokens, pair.rejected_tokens), start=2 * index):
-            start, end = len(pair.prompt_tokens), len(pair.prompt_tokens) + len(answer)
-            token_BT[row, :end] = (*pair.prompt_tokens, *answer)
-            mask_BT[row, end if after else start : end + after] = True
-            length_B.append(end + after)
-    prompt_id_B = np.repeat(np.array([problem.prompt_id for problem in problems], np.int64), 2)
-    images_B = images_of_problems([problem for problem in problems for _ in range(2)])
-    return Sequences(token_BT, np.array(length_B, np.int32), mask_BT, prompt_id_B, images_B=images_B)
+        for answer in (pair.solution_tokens, pair.rejected_tokens):
+            tokens.append((*pair.prompt_tokens, *answer, *[0] * after))
+            start = len(pair.prompt_tokens) + (len(answer) if after else 0)
+            masks.append([False] * start + [True] * (len(tokens[-1]) - start))
+    twice = [problem for problem in problems for _ in range(2)]
+    ids, images_B = [problem.prompt_id for problem in twice], images_of_problems(twice)
+    return Sequences.of(tokens, masks, ids, width=config.rollout.width, images_B=images_B)
 
 
 def mismatched(problems: Sequence[Problem], config: Config) -> Sequences:
@@ -67,7 +65,7 @@ def pair_experience(sequences: Sequences, fields: Mapping[str, Array]) -> Experi
         "metric_weight": weight_BT * np.float32(tokens_P.sum()),
         "router_weight": np.asarray(token_weights(mask_BT, sequences.prompt_id_B, aggregation="token-mean")),
     }
-    return Experience(sequences, weight_BT, {**of_tokens, **fields}, together=Preference.together)
+    return Experience.of(sequences, weight_BT, {**of_tokens, **fields}, together=Preference.together)
 
 
 def held_out_metrics(rewards: PairRewards) -> Metrics:

@@ -20,7 +20,6 @@ class ScoredRollout:
       scores: `Scores` of the responses, or their future.
       trained_B: bool, rows to train on; all scorable rows take part in baselines. None trains on all rows.
       metrics: Metrics of everything generated, left-out groups included; they override the rollout's own metrics.
-      record_E: `EpisodeRecord` of each episode, prompt-major; None without an environment.
       generated_scores: Unshaped mean score of every generated group, by prompt id; NaN if unknown. Empty if `scores`
         already has all of them.
       beside: Further responses to the same problems, with scores, if the algorithm compares with them or learns from
@@ -32,7 +31,6 @@ class ScoredRollout:
     scores: Any
     trained_B: Array | None = None
     metrics: Metrics = field(default_factory=dict)
-    record_E: np.ndarray | None = None
     generated_scores: Mapping[int, float] = field(default_factory=dict)
     beside: "ScoredRollout | None" = None
 

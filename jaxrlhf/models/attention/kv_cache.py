@@ -133,25 +133,23 @@ class SlidingCache(LayerCache):
     __slots__ = ()
 
 
-class RingCache(LayerCache):
-    """Ring cache of a layer with a window: only the newest positions are kept, position p in entry p mod capacity."""
+class _Ring:
+    """Ring cache: only the newest positions are kept, position p in entry p modulo the number of entries."""
 
     __slots__ = ()
 
-    def write(
-        self, key_BKH: Array, value_BKU: Array, position_B: Array, *, execution: Execution = ONE_DEVICE
-    ) -> LayerCache:
+    def write(self: Any, key_BKH: Array, value_BKU: Array, position_B: Array, *, execution: Execution = ONE_DEVICE):
         """Write one new entry per slot, in place of the oldest entry."""
         entry_B = jnp.where(position_B >= NOWHERE, NOWHERE, position_B % self.capacity)
-        return super().write(key_BKH, value_BKU, entry_B, execution=execution)
+        return LayerCache.write(self, key_BKH, value_BKU, entry_B, execution=execution)
 
-    def attend(self, query_BTNH: Array, position_B: Array, score_mod: ScoreMod, *, execution: Execution) -> Array:
+    def attend(self: Any, query_BTNH: Array, position_B: Array, score_mod: ScoreMod, *, execution: Execution) -> Array:
         """Attend with T consecutive tokens per slot to the positions in their windows."""
         near = replace(score_mod, slides=None)
         key_BKHS, value_BKSH = self
         return attend_tokens(query_BTNH, key_BKHS, value_BKSH, position_B, near, ring=True, execution=execution)
 
-    def first(self, width: int, *, ways: int = 1) -> tuple[Array, Array]:
+    def first(self: Any, width: int, *, ways: int = 1) -> tuple[Array, Array]:
         """Return keys and values of the first positions, `[B, W, K, H]`; overwritten positions have other entries."""
         key_BWKH, value_BWKH = (
             interleave(prompts_of_ring(leaf_BRKH, width=width), ways, axis=1) for leaf_BRKH in _as_prompts(self)
@@ -159,7 +157,13 @@ class RingCache(LayerCache):
         return key_BWKH, value_BWKH
 
 
-class SlidingRing(RingCache, SlidingCache):
+class RingCache(_Ring, LayerCache):
+    """Ring cache of a layer in a stack that may also have layers without a window."""
+
+    __slots__ = ()
+
+
+class SlidingRing(_Ring, SlidingCache):
     """Ring cache of a layer in a separate stack of layers with a window."""
 
     __slots__ = ()
@@ -167,7 +171,7 @@ class SlidingRing(RingCache, SlidingCache):
 
 def is_ring(stored: Any) -> bool:
     """Return whether a layer's cache is a ring."""
-    return isinstance(stored, RingCache)
+    return isinstance(stored, _Ring)
 
 
 Cache = list[LayerCache] | list[LayerPages] | list[LayerCache | LayerState]
@@ -181,7 +185,7 @@ def cache_kind(stored: Any) -> str:
 
 def capacity_of(cache: Cache) -> int | None:
     """Return the number of positions of each slot; None (no bound) if all layers have rings or states."""
-    return next((stored.capacity for stored in cache if not isinstance(stored, LayerState | RingCache)), None)
+    return next((stored.capacity for stored in cache if not isinstance(stored, LayerState | _Ring)), None)
 
 
 @causal_lm_method

@@ -14,7 +14,7 @@ import numpy as np
 from jaxrlhf.batch import RolloutBatch
 from jaxrlhf.checkpoint import Damaged, Item
 from jaxrlhf.config import Refusal
-from jaxrlhf.dataflows.batches.in_flight import in_flight_of
+from jaxrlhf.dataflows.batches.in_flight import InFlight
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult, value_of
 from jaxrlhf.single_controller.pools import Roles
@@ -55,7 +55,7 @@ class OffPolicy(Synchronous):
 
     def __post_init__(self) -> None:
         self._collector = Collector(apart=self.roles.generates_apart)
-        self._in_flight = in_flight_of(self.config)
+        self._in_flight = InFlight(self.config) if self.config.rollout.over_provision > 1 else None
 
     def step(self, index: int, state: dict[str, float], *, doing: Callable[[str], None]) -> tuple[Any, StepResult]:
         """Run one step; see `Synchronous.step`. Collections of later steps may still be running when it returns."""

@@ -4,8 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch
-from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round
+from jaxrlhf.batch import Problem, RolloutBatch
+from jaxrlhf.batching.partial_rollouts import OpenGroups, Round
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, worker_method
 from jaxrlhf.config import Sampling
 from jaxrlhf.workers.sampler import Sampler
@@ -41,60 +41,28 @@ class GenerationWorker(ABC):
         seed: int,
         versions: Sequence[int] = (),
     ) -> RolloutBatch:
-        """Sample responses, prompt-major."""
+        """Sample responses or, with an environment, run episodes that start from the problems; prompt-major."""
         with self.generating(versions) as sampler:
             return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def continue_sequences(
-        self,
-        problems: Sequence[Problem],
-        in_progress: PartialRollout,
-        *,
-        sampling: Sampling,
-        until: Round,
-        versions: Sequence[int] = (),
-    ) -> PartialRollout:
-        """Continue groups in progress until enough of them are complete.
-
-        The keys and values of tokens sampled by earlier policies are recomputed with this policy.
-        """
-        with self.generating(versions) as sampler:
-            return sampler.continue_sequences(problems, in_progress, sampling, until)
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def run_episodes(
-        self,
-        problems: Sequence[Problem],
-        sampling: Sampling,
-        *,
-        responses_per_prompt: int,
-        seed: int,
-        versions: Sequence[int] = (),
-    ) -> EpisodeBatch:
-        """Run episodes that start from these problems, prompt-major."""
-        with self.generating(versions) as sampler:
-            return sampler.run_episodes(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def continue_episodes(
+    def continue_groups(
         self,
         problems: Sequence[Problem],
         groups: OpenGroups,
         *,
         sampling: Sampling,
-        responses_per_prompt: int,
         until: Round,
         versions: Sequence[int] = (),
-    ) -> EpisodeBatch:
-        """Continue groups of episodes until enough of them are complete.
+    ) -> OpenGroups:
+        """Continue groups of responses or episodes until enough of them are complete.
 
-        Each reply is sampled by one policy. Groups that are new to this rank start their episodes; the other episodes
-        and their environments continue from their current state.
+        The keys and values of tokens sampled by earlier policies are recomputed with this policy. Each reply of an
+        episode is sampled by one policy. Groups of episodes that are new to this rank start; the other episodes and
+        their environments continue from their current state.
 
         Returns:
-          Episodes of the newly completed groups.
+          The groups with their responses as far as they are sampled, or with the episodes of newly completed groups.
         """
-        copies = responses_per_prompt
         with self.generating(versions) as sampler:
-            return sampler.continue_episodes(problems, groups, sampling, until, responses_per_prompt=copies)
+            return sampler.continue_groups(problems, groups, sampling, until)

@@ -149,16 +149,18 @@ def measure(engine: Engine, flags: argparse.Namespace, way: str, only: int | Non
         pool.close()
         engine.free()
     seconds = time.perf_counter() - start
-    assert all(len(record.turns) == flags.turns for record in batch.record_E), batch.record_E[0]
+    assert batch.episodes is not None
+    records = batch.episodes.records
+    assert all(len(record.turns) == flags.turns for record in records), records[0]
     asked, reused = engine.prefill.prompt_tokens - before[0], engine.prefill.reused_tokens - before[1]
     figures = {
         "seconds": seconds,
         "prefilled_tokens": float(asked - reused),
         "reused_share": reused / max(asked, 1),
-        "drawn_tokens": float(batch.rollout.sequences.mask_BT.sum()),
+        "drawn_tokens": float(batch.sequences.mask_BT.sum()),
         "load_before": load,
     }
-    return figures, [turn.reply.tokens for record in batch.record_E for turn in record.turns]
+    return figures, [turn.reply.tokens for record in records for turn in record.turns]
 
 
 def measure_compiled(engine: Engine, flags: argparse.Namespace, way: str) -> tuple[Figures, Replies]:

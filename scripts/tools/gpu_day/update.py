@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxrlhf import models
 from jaxrlhf.algos import policy_objective
-from jaxrlhf.batch import Experience, RolloutBatch
+from jaxrlhf.batch import RolloutBatch
+from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.config import (
     GRPO,
     Checkpointing,
@@ -82,7 +83,7 @@ def measure(flags: argparse.Namespace, folder: Path) -> dict[str, Any]:
     fields: dict[str, Any] = {name: dice.normal(-9, 0.1, both).astype(np.float32) for name in ("old_logp", "ref_logp")}
     fields |= {"advantage": dice.normal(size=both).astype(np.float32), "kl_weight": np.full(both, 1e-5, np.float32)}
     weight_BT = np.where(sequences.mask_BT, 1 / sequences.mask_BT.sum(), 0).astype(np.float32)
-    experience = [Experience(sequences, weight_BT, fields)]
+    experience = [Experience.of(sequences, weight_BT, fields)]
     start = time.perf_counter()
     pools = launch(config, embedded_tokenizer(), progress=lambda *_: None, workdir=None)
     roles = pools.roles(Phase(config, ("actor",), 100))
