@@ -17,7 +17,7 @@ from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.conversation import Conversation
 from jaxrlhf.conversations.images import restore_images, store_images
 from jaxrlhf.engine import Completion, Request
-from jaxrlhf.engine.service import EngineService
+from jaxrlhf.engine.rollout_engine import RequestService
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.episode import (
     EnvironmentFailure,
@@ -67,7 +67,7 @@ class EpisodeRun:
     seed: int
     format: ChatFormat
     pool: EnvironmentPool
-    service: EngineService
+    service: RequestService
     sessions: SessionBook | None = None
     pool_key: int = field(default_factory=itertools.count().__next__)
     _turns: list[TurnRecord] = field(default_factory=list)

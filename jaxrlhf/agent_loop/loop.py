@@ -23,6 +23,9 @@ from jaxrlhf.config.environments import choice, choices
 from jaxrlhf.config.serving import ServingLimits
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.engine import Engine
+from jaxrlhf.engine.rollout_engine import RequestService, RolloutEngine
+from jaxrlhf.engine.servers.server_engine import ServerEngine
+from jaxrlhf.engine.servers.server_service import ServerService
 from jaxrlhf.engine.service import EngineService
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.serving.served import ServedModel
@@ -59,6 +62,7 @@ class AgentLoop:
     max_response_tokens: int
     stop_tokens: tuple[int, ...] = ()
     _open: OpenEpisodes | None = field(default=None, init=False, repr=False)
+    _opened_by: RolloutEngine | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self._has_agents:
@@ -66,7 +70,7 @@ class AgentLoop:
 
     def run(
         self,
-        engine: Engine,
+        engine: RolloutEngine,
         problems: Sequence[Problem],
         sampling: Sampling,
         *,
@@ -94,7 +98,7 @@ class AgentLoop:
 
     def resume_groups(
         self,
-        engine: Engine,
+        engine: RolloutEngine,
         problems: Sequence[Problem],
         groups: OpenGroups,
         sampling: Sampling,
@@ -112,8 +116,8 @@ class AgentLoop:
           Episodes of the groups that became complete in this call, in the order of `problems`.
         """
         if self._open is None:
-            self._open = self._open_episodes(engine, sampling)
-        assert self._open.engine is engine, "episodes must continue with the engine that started them"
+            self._open, self._opened_by = self._open_episodes(engine, sampling), engine
+        assert self._opened_by is engine, "episodes must continue with the engine that started them"
         try:
             finished = self._open.resume_groups(problems, groups, sampling, until, progress=progress)
         except BaseException:
@@ -127,19 +131,20 @@ class AgentLoop:
             self._open.close()
         self.pool.close()
 
-    def _open_episodes(self, engine: Engine, sampling: Sampling) -> OpenEpisodes:
+    def _open_episodes(self, engine: RolloutEngine, sampling: Sampling) -> OpenEpisodes:
         limits = [asyncio.Semaphore(one.in_flight or _NO_BOUND) for one in choices(self.environment)]
-        return OpenEpisodes(self._episode, limits, engine, partial(self._server, sampling=sampling))
+        return OpenEpisodes(self._episode, limits, _service_of(engine), partial(self._server, sampling=sampling))
 
     def _batch(self, finished: Sequence[Finished], width: int) -> RolloutBatch:
         return episodes_to_rollout(finished, width=width, sees=self.format.reader is not None)
 
     @contextmanager
-    def _server(self, service: EngineService, sampling: Sampling) -> Iterator[SessionBook | None]:
+    def _server(self, service: RequestService, sampling: Sampling) -> Iterator[SessionBook | None]:
         """Serve agent programs and yield their sessions; yield None if no environment is an agent program."""
         if not self._has_agents:
             yield None
             return
+        assert isinstance(service, EngineService), "agent programs require the built-in engine"
         form, stops = self.format, self.stop_tokens
         model = ServedModel("policy", service, form.tokenizer, stops, limits=_FOR_EPISODES, images=form.reader)
         with _server_class()(model, token=secrets.token_urlsafe(16), sampling=sampling) as server:
@@ -152,7 +157,7 @@ class AgentLoop:
         *,
         sampling: Sampling,
         seed: int,
-        service: EngineService,
+        service: RequestService,
         sessions: SessionBook | None,
     ) -> EpisodeRun:
         """Build the run of one episode of a problem; sampling depends on the id `episode`."""
@@ -178,6 +183,22 @@ class AgentLoop:
     @property
     def _stops(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys((*sorted(self.format.stop_tokens), *self.stop_tokens)))
+
+
+def _service_of(engine: RolloutEngine) -> RequestService:
+    """Return a new service of an engine.
+
+    Raises:
+      Refusal: The engine is of a user, and has no service.
+    """
+    if isinstance(engine, Engine):
+        return EngineService(engine)
+    if isinstance(engine, ServerEngine):
+        return ServerService(engine)
+    raise Refusal(
+        f"{type(engine).__name__} generates whole responses, but episodes ask for one reply after another; use the "
+        "built-in engine or rollout.server, or set environment=None"
+    )
 
 
 def _server_class() -> "type[Server]":

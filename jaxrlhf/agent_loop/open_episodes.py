@@ -17,8 +17,7 @@ from jaxrlhf.agent_loop.recorded import Finished
 from jaxrlhf.batch import Problem
 from jaxrlhf.batching.partial_rollouts import OpenGroups, Round
 from jaxrlhf.config import Sampling
-from jaxrlhf.engine import Engine
-from jaxrlhf.engine.service import EngineService
+from jaxrlhf.engine.rollout_engine import RequestService
 from jaxrlhf.serving.sessions import SessionBook
 
 _Key = tuple[int, int]
@@ -43,7 +42,8 @@ class OpenEpisodes:
     Args:
       make: Function that builds the run of a new episode.
       limits: Semaphore of each environment, which limits its open episodes.
-      engine: Engine that samples the replies during `resume_groups`; its weights may change between two calls.
+      service: Service of the engine that samples the replies during `resume_groups`; the engine's weights may change
+        between two calls.
       serve: Context manager that serves agent programs and yields their sessions; their requests wait between two
         calls of `resume_groups`.
     """
@@ -52,11 +52,10 @@ class OpenEpisodes:
         self,
         make: Callable[..., EpisodeRun],
         limits: Sequence[asyncio.Semaphore],
-        engine: Engine,
-        serve: Callable[[EngineService], AbstractContextManager[SessionBook | None]],
+        service: RequestService,
+        serve: Callable[[RequestService], AbstractContextManager[SessionBook | None]],
     ) -> None:
-        self.engine = engine
-        self._make, self._limits, self._service = make, limits, EngineService(engine)
+        self._make, self._limits, self._service = make, limits, service
         self._service.hold()
         self._serving = ExitStack()
         self._sessions = self._serving.enter_context(serve(self._service))
@@ -131,8 +130,8 @@ class OpenEpisodes:
             progress(copies * int(before_P.sum()) + done, copies * len(problems))
             return until.over(complete_P, groups.started_P)
 
+        await asyncio.to_thread(self._service.resume)
         self._each(EpisodeRun.start_clock)
-        self._service.resume()
         self._paused = False
         self._round_starts.set()  # wakes the episodes that wait for the round
         self._round_starts.clear()

@@ -5,6 +5,7 @@ requests with tokens and their log-probabilities.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -101,3 +102,28 @@ class RolloutEngine(Protocol):
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         """Return one completion per request, in the order of the requests; see `Engine.generate`."""
+
+
+class RequestService(Protocol):
+    """Service that answers requests of several threads while they join and leave, such as the replies of episodes.
+
+    Attributes:
+      held_s: Total seconds for which requests were held.
+    """
+
+    held_s: float
+
+    def submit(self, request: Request, sampling: Sampling, *, seed: int) -> Future[Completion]:
+        """Submit a request and return the future of its completion; thread-safe."""
+
+    def release(self, request_id: int) -> None:
+        """Release what is kept for later requests with the prefix of a request, such as the next turn."""
+
+    def hold(self) -> None:
+        """Hold new requests from now on, and wait until the requests in progress are answered."""
+
+    def resume(self) -> None:
+        """Answer the held requests, and new ones, with the engine's newest weights."""
+
+    def close(self) -> None:
+        """Cancel the requests in progress and end the service."""

@@ -96,7 +96,6 @@ class Sampler:
     ) -> RolloutBatch:
         """Sample responses or, with an environment, run episodes; see `GenerationWorker.generate_sequences`."""
         if self.agent_loop is not None:
-            assert isinstance(self.engine, Engine), "episodes require the built-in engine"
             sizes, progress = {"copies": responses_per_prompt, "width": self.width}, partial(self.progress, "episodes")
             return self.agent_loop.run(self.engine, problems, sampling, seed=seed, progress=progress, **sizes)
         requests, prompts = requests_of(problems, responses_per_prompt)

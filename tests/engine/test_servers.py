@@ -6,13 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import rollout_servers
+import tiny_episodes
 from tiny_runs import get_config, records, training, write_policy
 
 import jaxrlhf
-from jaxrlhf.config import GRPO, Lora, Pretrained, Refusal, RolloutServer, Sampling, TruncatedImportance, checked
+from jaxrlhf.config import GRPO, Agent, Lora, Pretrained, Refusal, RolloutServer, Sampling, TruncatedImportance, checked
 from jaxrlhf.engine import Request
 from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.servers.server_engine import ServerEngine
+from jaxrlhf.engine.servers.server_service import ServerService
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.rewards import endpoint
 from jaxrlhf.rewards.endpoint import Rejected, Unreachable, Unreadable
@@ -79,6 +81,47 @@ def test_a_run_generates_with_servers(api, lora, tmp_path):
     # The servers' log-probabilities are those of the weights that were trained, at the temperature.
     assert all(record["sampler/logp_gap_max"] < 1e-4 for record in steps)
     assert steps[0]["actor/grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("programs", "undrawn")
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_episodes_get_their_replies_from_servers(api, tmp_path):
+    """Each turn continues the tokens before it, and its log-probabilities are those of the trained weights."""
+    policy = write_policy(tmp_path / "policy")
+    servers = [rollout_servers.RolloutServer(policy) for _ in range(2)]
+    config = replace(
+        tiny_episodes.get_config(),
+        model=Pretrained(str(policy)),
+        tokenizer=str(policy),
+        algorithm=GRPO(responses_per_update=16),
+        steps=2,
+        workdir=str(tmp_path / "run"),
+    )
+    server = RolloutServer(tuple(server.url for server in servers), api=api)
+    config = replace(
+        config,
+        rollout=replace(
+            config.rollout, prompts_per_step=4, max_prompt_tokens=32, max_response_tokens=64, server=server
+        ),
+        algorithm=GRPO(responses_per_update=8),
+        evaluation=replace(config.evaluation, every_steps=0, problems=2),
+    )
+    jaxrlhf.run(config)
+    steps = [record for record in records(tmp_path / "run" / "metrics.jsonl") if "sampler/logp_gap_max" in record]
+    assert [record["step"] for record in steps] == [1, 2]
+    assert all(record["sampler/logp_gap_max"] < 1e-4 for record in steps)
+    assert all(record["episode/turns_mean"] == 3 for record in steps) and steps[0]["actor/grad_norm"] > 0
+    for server in servers:
+        assert [*dict.fromkeys(server.loaded)] == [f"version_{step}" for step in range(3)]
+    key = "prompt" if api == "vllm" else "input_ids"
+    prompts = [{tuple(body[key]) for body in server.asked} for server in servers]
+    # A later turn goes to the server that has the turns before it.
+    continued = [
+        [later for later in asked if any(len(first) > 8 and later[: len(first)] == first != later for first in asked)]
+        for asked in prompts
+    ]
+    assert all(continued)
 
 
 def completion(tokens=(5, 6, 2), logps=(-0.5, -0.25, -1.0), reason="stop"):
@@ -216,6 +259,45 @@ def test_weights_that_were_not_sent_are_noticed(engine_of, tmp_path):
         ask(engine_of(lambda body, number: (200, completion()), has="default"))
 
 
+def test_a_service_holds_requests_until_the_next_weights(engine_of, tmp_path):
+    engine = engine_of(lambda body, number: (200, completion((body["prompt"][0], 2), (-1.0, -2.0))))
+    service = ServerService(engine)
+    service.hold()
+    held = service.submit(Request(1, (7, 1)), Sampling(), seed=3)
+    assert not held.done() and not (tmp_path / "weights").exists()
+    service.resume()
+    assert held.result(20).tokens == (7, 2) and held.result().version == 3
+    assert service.submit(Request(2, (8, 1)), Sampling(), seed=3).result(20).tokens == (8, 2)
+    service.hold()
+    engine.update_weights(PolicyWeights(SHAPE, {}, version=4))
+    held, dropped = (service.submit(Request(index, (6, 1)), Sampling(), seed=3) for index in (3, 4))
+    assert dropped.cancel()
+    service.resume()
+    assert held.result(20).version == 4
+    service.hold()
+    left = service.submit(Request(5, (6, 1)), Sampling(), seed=3)
+    service.close()
+    assert left.cancelled()
+
+
+def test_a_service_passes_errors_of_servers_on(engine_of):
+    service = ServerService(engine_of(lambda body, number: (200, completion((1,) * 5, (-1.0,) * 5))))
+    service.hold()
+    asked = service.submit(Request(1, (7, 1)), Sampling(), seed=3)
+    service.resume()
+    with pytest.raises(Unreadable, match="5 tokens"):
+        asked.result(20)
+    service.close()
+    service = ServerService(engine_of(lambda body, number: (200, completion()), has="default"))
+    service.hold()
+    asked = service.submit(Request(1, (7, 1)), Sampling(), seed=3)
+    service.resume()
+    asked.result(20)
+    with pytest.raises(Unreadable, match="check that no other run uses"):
+        service.hold()
+    service.close()
+
+
 @pytest.mark.parametrize("api", ["vllm", "sglang"])
 def test_new_weights_are_compared_before_the_first_response(engine_of, tmp_path, api):
     sent, asked = tmp_path / "weights" / "version_3", []
@@ -278,6 +360,9 @@ def test_settings_that_servers_cannot_serve_are_refused(refused, tmp_path):
         checked(replace(tiny, algorithm=GRPO(old_logp="sampler", responses_per_update=16), rollout=rollout))
     with refused():
         checked(replace(tiny, rollout=replace(rollout, speculation="auto")))
+    with refused():
+        agent = Agent(program="my_agent.py:play")
+        checked(replace(tiny, algorithm=GRPO(responses_per_update=16), rollout=rollout, environment=agent))
     config = replace(tiny, algorithm=GRPO(responses_per_update=16), rollout=rollout, workdir=str(tmp_path))
     assert config.algorithm.correction_for(config.rollout) == TruncatedImportance()
     assert not config.algorithm.trusts_sampler(config.rollout)

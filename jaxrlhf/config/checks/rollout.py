@@ -1,6 +1,7 @@
 """Checks of the sampler and of the schedule of generation against the algorithm and the rest of a run."""
 
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
+from jaxrlhf.config.environments import Agent, choices
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.roles import REWARD
 from jaxrlhf.config.run import Config
@@ -14,10 +15,11 @@ def check_sampler(config: Config) -> None:
     """Raise `Refusal` for a sampler that the run does not support, or that differs from the policy uncorrected."""
     kind, server, algorithm = config.rollout.quantize, config.rollout.server, config.algorithm
     if server is not None:
+        agents = config.environment is not None and any(isinstance(one, Agent) for one in choices(config.environment))
         require(
-            config.environment is None,
-            "rollout.server does not support episodes, which keep keys and values from turn to turn in the built-in "
-            "engine; set rollout.server=None, or environment=None",
+            not agents,
+            "rollout.server does not support an Agent: the program calls the policy through the run's own server, "
+            "which requires the built-in engine; set rollout.server=None, or use tools or an Environment",
         )
         require(
             config.cluster is None,

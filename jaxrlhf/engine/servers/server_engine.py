@@ -60,12 +60,14 @@ class ServerEngine:
         """Set the weights for the next requests; they are sent with the next `generate`."""
         self._waiting = weights
 
-    def _send(self, weights: PolicyWeights) -> None:
-        """Write a checkpoint of the weights and have every server load it.
+    def send_weights(self) -> None:
+        """Write a checkpoint of the newest weights and have every server load it, unless the servers have them.
 
         Raises:
           EndpointError: A server did not load it, or computes other log-probabilities.
         """
+        if (weights := self._waiting) is None:
+            return
         folder = (self.folder / f"version_{weights.version}").absolute()
         shutil.rmtree(folder, ignore_errors=True)  # left over from a killed run
         self.save(weights, folder)
@@ -78,6 +80,7 @@ class ServerEngine:
         if self.logps is not None:
             for url in self.server.urls:
                 self._compare(url, partial(self.logps, weights))
+        self._waiting = None
 
     def _reload(self, url: str, *, folder: Path) -> None:
         protocol = PROTOCOLS[self.server.api]
@@ -105,13 +108,14 @@ class ServerEngine:
                 "with --logprobs-mode processed_logprobs), or raise rollout.server.largest_gap"
             )
 
-    def _check_weights(self, url: str) -> None:
+    def check_weights(self) -> None:
         """Raise `Unreadable` if a server has other weights than the sent ones, for example after a restart."""
         if (path := PROTOCOLS[self.server.api].weights_path) is None:
             return
-        reply = get_json(url + path, api_key_env=self.server.api_key_env, total_s=self.server.request_s)
-        if not isinstance(reply, dict) or reply.get("weight_version") != self._loaded:
-            raise Unreadable(f"{url}{path} returned {reply}, expected weights {self._loaded!r}; {_OTHER_WEIGHTS}")
+        for url in self.server.urls:
+            reply = get_json(url + path, api_key_env=self.server.api_key_env, total_s=self.server.request_s)
+            if not isinstance(reply, dict) or reply.get("weight_version") != self._loaded:
+                raise Unreadable(f"{url}{path} returned {reply}, expected weights {self._loaded!r}; {_OTHER_WEIGHTS}")
 
     def unload(self) -> None:
         """Drop weights that were not sent to the servers."""
@@ -134,9 +138,7 @@ class ServerEngine:
         Raises:
           EndpointError: A server did not answer in time, or its answer is invalid.
         """
-        if self._waiting is not None:
-            self._send(self._waiting)
-            self._waiting = None
+        self.send_weights()
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(r.prompt_tokens for r in requests))}
         urls = self.server.urls
         pool = ThreadPoolExecutor(min(self.server.concurrency, max(len(requests), 1)))
@@ -153,9 +155,16 @@ class ServerEngine:
                     progress(done, len(requests))
         finally:
             pool.shutdown(cancel_futures=True)
-        for url in urls:
-            self._check_weights(url)
+        self.check_weights()
         return [one.result() for one in futures]
+
+    def complete(self, request: Request, sampling: Sampling, *, seed: int) -> Completion:
+        """Return the completion of one request; requests with the same `request_id` go to one server.
+
+        Raises:
+          EndpointError: The server did not answer in time, or its answer is invalid.
+        """
+        return self._complete(self.server.urls[request.request_id % len(self.server.urls)], request, sampling, seed)
 
     def _complete(self, url: str, request: Request, sampling: Sampling, seed: int) -> Completion:
         ends = ResponseEnds(
