@@ -171,8 +171,9 @@ class InFlight:
 
     def saved(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""
-        lists = {"problems": self.problems, "waiting": self._waiting, "free": self._free, "over": self._over}
-        return {"groups": self.open, **{name: [*values] for name, values in lists.items()}}
+        problems, waiting = [*self.problems], [*self._waiting]
+        free, over = [*self._free], [*self._over]
+        return {"groups": self.open, "problems": problems, "waiting": waiting, "free": free, "over": over}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from a saved state.
