@@ -68,11 +68,10 @@ def generate_and_score(
 
 def score(roles: Roles, config: Config, problems: Sequence[Problem], rollout: Any) -> ScoredRollout:
     """Score responses or episodes that start from these problems, an equal number for each problem."""
+    scores = roles.reward.compute_reward(problems, rollout)
     if config.environment is None:
-        return ScoredRollout(problems, rollout, roles.reward.compute_reward(problems, rollout))
-    episodes = value_of(rollout)
-    scores = value_of(roles.reward.compute_reward(problems, episodes))
-    return scored_episodes(config.environment, problems, episodes, scores)
+        return ScoredRollout(problems, rollout, scores)
+    return scored_episodes(config.environment, problems, value_of(rollout), value_of(scores))
 
 
 Informative = Callable[[Scores, Array], Array]

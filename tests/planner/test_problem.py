@@ -43,6 +43,7 @@ from jaxrlhf.planner.workload import Software, Workload
 from jaxrlhf.workers.score_model import ScoreModel
 
 FUNCTIONS = Rewards((ArithmeticReward(),))
+FOLLOWED = ("learn", "actor_critic", "respond", "generate_and_score", "score")
 
 
 def roles(config, **arguments):
@@ -51,14 +52,18 @@ def roles(config, **arguments):
 
 def verbs_called(algorithm: type[Algorithm]) -> Counter:
     """Count the calls of each method of each role in the source of an algorithm's step."""
-    found = Counter()
+    found, seen = Counter(), set()
     for given in (algorithm.collect, algorithm.learn):
         module, name = given.split(":")
-        found += verbs_of(getattr(importlib.import_module(module), name))
+        found += verbs_of(getattr(importlib.import_module(module), name), seen)
     return found
 
 
-def verbs_of(function: FunctionType) -> Counter:
+def verbs_of(function: FunctionType, seen: set[FunctionType]) -> Counter:
+    """Count the calls of a function and of the functions that it calls, each function once."""
+    if function in seen:
+        return Counter()
+    seen.add(function)
     calls = [node.func for node in ast.walk(ast.parse(inspect.getsource(function))) if isinstance(node, ast.Call)]
     found = Counter()
     for call in calls:
@@ -68,8 +73,8 @@ def verbs_of(function: FunctionType) -> Counter:
         passes = {"old_log_prob": "actor", "ref_log_prob": "reference"}  # functions that call a role
         if isinstance(call, ast.Name) and call.id in passes:
             found[passes[call.id], "compute"] += 1
-        if isinstance(call, ast.Name) and call.id in ("learn", "actor_critic", "respond", "generate_and_score"):
-            found += verbs_of(function.__globals__[call.id])
+        if isinstance(call, ast.Name) and call.id in FOLLOWED:
+            found += verbs_of(function.__globals__[call.id], seen)
     return found
 
 

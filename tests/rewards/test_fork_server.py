@@ -44,7 +44,7 @@ def test_the_logged_output_of_an_import_is_bounded(tmp_path, fails):
         with pytest.raises(Refusal, match="no such model"):
             RewardPool([function], workers=1, timeout_s=10.0, output=output)
     else:
-        with RewardPool([function], workers=1, timeout_s=10.0, output=output) as pool:
+        with RewardPool([function], workers=1, timeout_s=60.0, output=output) as pool:
             assert values_of(pool, ["r"]) == ({0: 1.0}, set())
     printed = output.read_text()
     imports = 1 if fails else 2  # code that starts threads cannot be forked, so the worker imports it too

@@ -91,7 +91,7 @@ def batch_of(
         tokens, rows = shape.tokens, shape.rows
         attended = sequences * length / microbatches if shares else tokens
     # Programs that read only responses compute only the needed chunks of logits: padding is not read.
-    read = sequences * workload.response_tokens / microbatches
+    read = sequences * workload.response_tokens / microbatches if software.reads_responses else tokens
     tokens, read, attended = (each / layout.context for each in (tokens, read, attended))
     if layout.stage == 1:
         return Batch(microbatches, tokens, 1, row_tokens, read, attended, shares)
