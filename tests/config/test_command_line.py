@@ -280,6 +280,11 @@ def test_a_setting_that_was_removed_is_refused_with_what_to_use_instead(name, tm
         load(path)
 
 
+def test_a_setting_that_was_removed_from_an_algorithm_is_refused():
+    with pytest.raises(Refusal, match=r"no setting algorithm.halve_kl: it was removed; halve the coefficient of kl"):
+        from_words(["--config", "safe_rlhf_digits", "--algorithm.halve_kl", "True"])
+
+
 WRITING = {
     "generate": "policy prompts.jsonl {}/out.jsonl",
     "plan": "--config ppo_arithmetic --hardware h100x2 --picture {}/plan.png",

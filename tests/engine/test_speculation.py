@@ -150,16 +150,15 @@ def test_tokens_are_those_without_drafts(sampling, monkeypatch):
 
 
 def test_right_drafts_take_few_passes_and_wrong_ones_no_more_than_one_a_token(monkeypatch):
-    asked = requests(stop_tokens=())[:4]
-    for right, most in ((1.0, LONGEST_RESPONSE * 0.6), (0.0, LONGEST_RESPONSE)):
-        engine = build()
-        expected = build(drafts=False).generate(asked, Sampling(), seed=3)
+    asked, engine = requests(stop_tokens=())[:4], build()
+    expected = build(drafts=False).generate(asked, Sampling(), seed=3)
+    for right, most in ((1.0, 0.6 * LONGEST_RESPONSE), (0.0, LONGEST_RESPONSE)):
         with monkeypatch.context() as patch:
             speculation = verifying(engine, list(zip(asked, expected, strict=True)), patch, right=right)
             same_responses(engine.generate(asked, Sampling(), seed=3), expected)
         counts = speculation.take_counts()
         assert counts.calls <= most
-        assert counts.tokens == 4 * (LONGEST_RESPONSE - 1) - 4 * 8 or counts.tokens > 100
+        assert abs(counts.accepted / counts.drafted - right) < 0.3
 
 
 def test_limits_and_stop_tokens_within_a_draft(monkeypatch):
@@ -176,6 +175,7 @@ def test_a_stop_text_within_a_draft(monkeypatch):
     assert sum(completion.stop_text is not None for completion in expected) > 3
 
 
+@pytest.mark.slow
 def test_sampling_masks_are_recorded(monkeypatch):
     sampling = Sampling(top_k=6, top_p=0.9)
     expected, ours, _ = both(requests(), sampling, monkeypatch, most_kept=8)
@@ -184,12 +184,14 @@ def test_sampling_masks_are_recorded(monkeypatch):
             np.testing.assert_array_equal(*ours_and_theirs)
 
 
+@pytest.mark.slow
 def test_experts_are_recorded(monkeypatch):
     expected, ours, _ = both(requests(), Sampling(), monkeypatch, model=EXPERTS, routes=True)
     for one, other in zip(ours, expected, strict=True):
         np.testing.assert_array_equal(one.recorded["routing"][1], other.recorded["routing"][1])
 
 
+@pytest.mark.slow
 def test_a_response_continues_from_tokens_that_were_sampled_earlier(monkeypatch):
     whole = build(drafts=False).generate(requests(), Sampling(), seed=7)
     asked = [
@@ -206,6 +208,7 @@ def test_a_response_continues_from_tokens_that_were_sampled_earlier(monkeypatch)
     ]
 
 
+@pytest.mark.slow
 def test_windows_may_be_dispatched_ahead(monkeypatch):
     both(requests(), Sampling(), monkeypatch, ahead=True, plain={})
 
@@ -249,6 +252,7 @@ def test_later_turns_reuse_what_verifications_wrote(model, monkeypatch):
     assert engine.speculation.take_counts().calls > 10
 
 
+@pytest.mark.slow
 def test_while_a_response_is_constrained_nothing_is_drafted(monkeypatch):
     asked = [*requests(max_tokens=12)[:2], Request(50, (5, 6, 7), max_tokens=12, constraint=Alternating())]
     expected = build(drafts=False).generate(asked, Sampling(), seed=2)

@@ -1,6 +1,8 @@
 """Settings of Safe RLHF: PPO with a limit on a cost."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import ClassVar
 
 from jaxrlhf.config.algorithms.ppo import PPO
@@ -82,6 +84,7 @@ class SafeRLHF(PPO):
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.safe_rlhf:learn"
+    removed: ClassVar[Mapping[str, str]] = MappingProxyType({"halve_kl": "halve the coefficient of kl instead"})
 
     kl: KLInReward | KLInLoss | None = field(default_factory=lambda: KLInReward(coefficient=0.02))
     constraint: Constraint = field(default_factory=Constraint)
