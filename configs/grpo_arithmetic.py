@@ -5,7 +5,7 @@
 More than half of the demonstrations stop one step early. A short supervised cold start imitates them. GRPO compares the
 answers to one problem, and so learns that finishing pays. Nothing is downloaded.
 
-Result: 4.7 % of held-out answers are right after the cold start, 96.9 % at the end, in 70 s on two cores.
+Result: 3.1 % of held-out answers are right after the cold start, 98.0 % at the end, in 97 s on two cores of a Xeon.
 
 Source: Shao et al. 2024 (arXiv:2402.03300).
 """
