@@ -17,14 +17,14 @@ WINDOW = 16
 
 
 def book_of(active: int, rows: int) -> SlotBook:
-    """A book of as many slots as rows, of which some have a response in progress."""
+    """Slot book with one slot for each row; the first `active` slots have a response in progress."""
     book = SlotBook(rows, WINDOW, replicas=1)
     book.slot_B, book._active_B[:active] = np.arange(rows), True
     return book
 
 
 class Device:
-    """A device that samples given tokens in every row, and a clock that goes on by what its calls cost."""
+    """Device that samples given tokens in every row, and a clock that each call advances by its cost."""
 
     def __init__(self, texts, prices, *, rows=None, **how):
         self.now, self.calls, self._prices, self._texts = 0.0, [], prices, texts
