@@ -8,9 +8,10 @@ Qwen2.5-0.5B-Instruct answers, and SmolLM2-1.7B-Instruct judges each span of tex
 Source: spans as in Minixhofer et al. 2025 (arXiv:2503.20083), approximate likelihood matching.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -204,7 +205,8 @@ class Teacher(ModelWorker):
         prompts = [retokenizer.prompt(problem) for problem in problems]
         if (longest := max(map(len, prompts))) > room:
             raise Refusal(
-                f"a prompt has {longest} tokens of {self.role}_model, above the limit of {room}; raise algorithm.room"
+                f"a prompt has {longest} tokens of {self.role}_model, above the limit of {room}; raise "
+                "algorithm.max_expansion"
             )
         sequences, copies = rollout.sequences, len(rollout.truncated_B) // len(problems)
         rows = zip(np.asarray(sequences.token_BT), np.asarray(sequences.mask_BT), rollout.truncated_B, strict=True)
@@ -283,17 +285,18 @@ class SpanDistillation(Distillation):
 
     Attributes:
       reference_model: Teacher model, with any tokenizer.
-      room: Largest number of teacher tokens per student token, in prompts and in responses. Longer prompts are refused;
-        spans of a response beyond the limit are not trained on.
+      max_expansion: Largest number of teacher tokens per student token, in prompts and in responses. Longer prompts are
+        refused; spans of a response beyond the limit are not trained on.
     """
 
     learn = learn
     takes_several_sequences: ClassVar[bool] = False
 
-    room: Positive[float] = 1.5
+    max_expansion: Positive[float] = 1.5
+    removed: ClassVar[Mapping[str, str]] = MappingProxyType({"room": "set max_expansion instead"})
 
     def roles(self, training: Training) -> tuple[RoleSpec, ...]:
-        judge = RoleSpec("reference", Teacher, model=self.reference_model, room=self.room)
+        judge = RoleSpec("reference", Teacher, model=self.reference_model, max_expansion=self.max_expansion)
         return (actor(training), judge, REWARD)
 
     def check(self, config: Config) -> None:

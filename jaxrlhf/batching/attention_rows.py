@@ -7,7 +7,7 @@ import numpy as np
 from jaxrlhf.batching.microbatch import SMALLEST_ROW
 from jaxrlhf.models.attention.shared_prefix import AttentionRows, SharedPrefix
 
-_ROOM = 4
+_SPARE_ROWS = 4
 """Initial capacity of the attention rows of a width, as a multiple of a packed row's tokens; doubled if too small."""
 
 
@@ -17,7 +17,7 @@ class AttentionPlaces:
     Args:
       row_B: Packed row of each sequence, below `rows`.
       longest: Width of the widest attention row, in tokens.
-      room: Capacity in attention rows, by width; increased in place if a batch needs more.
+      capacity: Capacity in attention rows, by width; increased in place if a batch needs more.
       agree: Elementwise maximum over processes.
     """
 
@@ -29,7 +29,7 @@ class AttentionPlaces:
         rows: int,
         row_tokens: int,
         longest: int,
-        room: dict[int, int],
+        capacity: dict[int, int],
         agree: Callable[[np.ndarray], np.ndarray],
     ) -> None:
         self._row_B, widths = row_B, attention_widths(longest)
@@ -43,10 +43,10 @@ class AttentionPlaces:
             np.maximum.at(used_R, row_B, np.where(self._width_B == width, self._attention_row_B + 1, 0))
         self._parts: list[tuple[int, int, np.ndarray]] = []  # width, capacity in rows, number of used rows
         for width, needed, used_R in zip(widths, agree(used.max(axis=1)).tolist(), used, strict=True):
-            room.setdefault(width, -(-_ROOM * row_tokens // width))
-            while room[width] < needed:
-                room[width] *= 2
-            self._parts.append((width, room[width], used_R))
+            capacity.setdefault(width, -(-_SPARE_ROWS * row_tokens // width))
+            while capacity[width] < needed:
+                capacity[width] *= 2
+            self._parts.append((width, capacity[width], used_R))
 
     def shared_prefix(
         self,
@@ -99,7 +99,7 @@ def attention_widths(longest: int) -> list[int]:
 def place(length_N: np.ndarray, widths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the row width of each sequence, the row's index among rows of that width, and the offset in the row.
 
-    First fit by decreasing length: a sequence goes to the first row with enough capacity, or opens a row of the
+    First fit by decreasing length: a sequence goes to the first row with enough room, or opens a row of the
     smallest width that fits.
 
     Args:

@@ -22,7 +22,7 @@ class ImagePlaces:
     Args:
       images_B: Images of each sequence; None if this process has none.
       row_B: Packed row of each sequence, below `rows`.
-      room: Capacity of a row in all earlier batches; increased in place if this batch needs more.
+      capacity: Capacity of a row in all earlier batches; increased in place if this batch needs more.
       agree: Elementwise maximum over processes.
 
     Attributes:
@@ -36,7 +36,7 @@ class ImagePlaces:
         row_B: np.ndarray,
         *,
         rows: int,
-        room: list[StripShape],
+        capacity: list[StripShape],
         agree: Callable[[np.ndarray], np.ndarray],
     ) -> None:
         self._vision, self._row_B = vision, row_B
@@ -46,11 +46,14 @@ class ImagePlaces:
             of_row[row] |= {image.digest: image for image in images}
         images_R = [[*images.values()] for images in of_row]
         self.any = bool(agree(np.array(any(images_R), np.int64)))
-        before, room_of = room[0] if room else None, partial(StripShape.of, images_R, merge=vision.merge, steps=_SIZES)
-        patches = int(agree(np.array(room_of(least=before).patches)))
-        strips = int(agree(np.array(room_of(least=StripShape(before.strips if before else 1, patches)).strips)))
-        room[:] = [StripShape(strips, patches)]
-        self._layout = RowLayout(vision, images_R, room[0])
+        before, capacity_of = (
+            capacity[0] if capacity else None,
+            partial(StripShape.of, images_R, merge=vision.merge, steps=_SIZES),
+        )
+        patches = int(agree(np.array(capacity_of(least=before).patches)))
+        strips = int(agree(np.array(capacity_of(least=StripShape(before.strips if before else 1, patches)).strips)))
+        capacity[:] = [StripShape(strips, patches)]
+        self._layout = RowLayout(vision, images_R, capacity[0])
 
     def rows(self, length_B: np.ndarray, pack: Pack, pixels: Pixels, *, each: int) -> Iterator[ImageRows]:
         """Yield the images of each microbatch.

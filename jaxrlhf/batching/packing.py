@@ -82,7 +82,7 @@ class Packing:
       in_rows: True lets attention run on rows with shared prompts directly, if this is faster.
       attention_rows: Capacity in attention rows, by width; increased in place if a batch needs more.
       vision: Vision tower of the model; None takes no images.
-      patch_room: Capacity of a row in strips and patches; increased in place if this batch needs more.
+      patch_capacity: Capacity of a row in strips and patches; increased in place if this batch needs more.
       agree: Elementwise maximum over processes: processes that run one program together need equal numbers of
         microbatches of equal shapes.
     """
@@ -104,7 +104,7 @@ class Packing:
         attention_rows: dict[int, int] | None = None,
         vision: Vision | None = None,
         pixels: Pixels = no_pixels,
-        patch_room: list[StripShape] | None = None,
+        patch_capacity: list[StripShape] | None = None,
         agree: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers,
     ) -> None:
         length_B = batch.length_B.astype(np.int64)
@@ -141,8 +141,8 @@ class Packing:
         self._pixels = pixels
         self._images: ImagePlaces | None = None
         if vision is not None:
-            count, room = self.microbatches * rows, [] if patch_room is None else patch_room
-            places = ImagePlaces(vision, batch.images_B, self._row_B, rows=count, room=room, agree=agree)
+            count, capacity = self.microbatches * rows, [] if patch_capacity is None else patch_capacity
+            places = ImagePlaces(vision, batch.images_B, self._row_B, rows=count, capacity=capacity, agree=agree)
             self._images = places if places.any else None
         self._trimmed = [shape] * self.microbatches
         if self._images is None:
@@ -156,7 +156,7 @@ class Packing:
                 rows=self.microbatches * rows,
                 row_tokens=width,
                 longest=row_tokens,
-                room={} if attention_rows is None else attention_rows,
+                capacity={} if attention_rows is None else attention_rows,
                 agree=agree,
             )
 

@@ -21,8 +21,8 @@ class RoleSpec:
       training: Training settings; None is a frozen model. To change the role's layout, a plan changes the field of the
         algorithm that has the role's name.
       model: Checkpoint that the model starts from; None starts from a copy of the policy.
-      room: Largest number of tokens that the model's own tokenizer makes of one token of the policy, for models whose
-        worker tokenizes texts again (`ModelSetup.tokenizers`). None reads the policy's tokens.
+      max_expansion: Largest number of tokens that the model's own tokenizer makes of one token of the policy, for
+        models whose worker tokenizes texts again (`ModelSetup.tokenizers`). None reads the policy's tokens.
     """
 
     name: str
@@ -30,7 +30,7 @@ class RoleSpec:
     head: Literal["lm", "value"] | None = "lm"
     training: Training | None = None
     model: Pretrained | None = None
-    room: float | None = None
+    max_expansion: float | None = None
 
     @property
     def worker_class(self) -> type:

@@ -33,7 +33,8 @@ class Returns:
       prompt_id_B: Group key: rows with the same id answer the same prompt.
       episodes: Turns of episodes; None if rows are responses to a prompt.
       log_ratio_BT: log pi_old - log pi_ref of each token, 0 outside the mask; None without a reference.
-      paid_B: Score of each row as reported, so that equal scores stay equal to the last digit; None sums `reward_BT`.
+      reported_B: Score of each row as reported, so that equal scores stay equal to the last digit; None sums
+        `reward_BT`.
       logp_BT: Log-probabilities of the old policy, 0 outside the mask; None if they are not known.
       recorded: Columns that the sampler recorded, as in `Sequences.recorded`.
     """
@@ -44,14 +45,14 @@ class Returns:
     prompt_id_B: Array
     episodes: EpisodeRows | None = None
     log_ratio_BT: Array | None = None
-    paid_B: Array | None = None
+    reported_B: Array | None = None
     logp_BT: Array | None = None
     recorded: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def score_B(self) -> np.ndarray:
         """Sum of each response's rewards."""
-        return np.asarray(self.reward_BT).sum(axis=1) if self.paid_B is None else np.asarray(self.paid_B)
+        return np.asarray(self.reward_BT).sum(axis=1) if self.reported_B is None else np.asarray(self.reported_B)
 
     @property
     def length_B(self) -> np.ndarray:
@@ -142,7 +143,7 @@ def prepare(
     logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
     both = None if ref_logp_BT is None else [np.where(mask_BT, x, 0) for x in (logp_BT, ref_logp_BT)]
     log_ratio_BT = None if both is None else np.subtract(*both)
-    paid_B = None if rollout.episodes is None or isinstance(work.settings.kl, KLInReward) else scores.score_B
+    reported_B = None if rollout.episodes is None or isinstance(work.settings.kl, KLInReward) else scores.score_B
     returns = Returns(
         reward_BT,
         mask_BT,
@@ -150,7 +151,7 @@ def prepare(
         prompt_id_B,
         rollout.episodes,
         log_ratio_BT,
-        paid_B,
+        reported_B,
         np.where(mask_BT, logp_BT, 0),
         rollout.sequences.recorded,
     )

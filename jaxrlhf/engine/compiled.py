@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ class Compiled:
     Attributes:
       shape: Sizes that all programs share.
       programs: Compiled programs by name and sizes.
+      seconds: Seconds in which each was traced and compiled, or loaded from the compilation cache.
       has_devices: False if the devices are only described: programs are lowered, not run, and return shapes with
         shardings.
       lowered: Lowered programs by name and sizes, if the devices are only described.
@@ -41,6 +43,7 @@ class Compiled:
     def __init__(self, shape: Shape, whole: NamedSharding) -> None:
         self.shape, self._whole, self.has_devices = shape, whole, are_here(list(whole.mesh.devices.flat))
         self.programs: dict[tuple[Size, ...], jax.stages.Compiled] = {}
+        self.seconds: dict[tuple[Size, ...], float] = {}
         self.lowered: dict[str, jax.stages.Lowered] = {}
 
     def __len__(self) -> int:
@@ -53,6 +56,7 @@ class Compiled:
     def run(self, sizes: tuple[Size, ...], program: Callable, *arguments: Any, out: Any, donate: Any = ()) -> Any:
         """Call the program for these sizes, compiling it at the first call; `sizes[0]` is the program's name."""
         if sizes not in self.programs or not self.has_devices:
+            start_s = perf_counter()
             layout = jax.tree.map(lambda leaf: _placement(leaf) or self._whole, arguments)
             jitted = jax.jit(
                 partial(program, shape=self.shape), in_shardings=layout, out_shardings=out, donate_argnums=donate
@@ -60,7 +64,7 @@ class Compiled:
             lowered = jitted.lower(*arguments)
             if not self.has_devices:
                 return self._outputs(sizes, lowered, out)
-            self.programs[sizes] = lowered.compile()
+            self.programs[sizes], self.seconds[sizes] = lowered.compile(), perf_counter() - start_s
         return self.programs[sizes](*arguments)
 
     def _outputs(self, sizes: tuple[Size, ...], lowered: jax.stages.Lowered, out: Any) -> Any:

@@ -121,13 +121,13 @@ class Engine:
         most, self._decode = self._shape.most_stop_tokens, decode
         limits = max_response_tokens, most, tuple(stop_tokens), tuple(stop_texts), decode is not None
         self.limits = checks.RequestLimits(capacity, config.vocab_size, *limits, config.vision)
-        self.speculation = Speculation(speculation, self._shape, platform=mesh.devices.flat[0].platform)
+        self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, execution.pipeline, execution.cache_axes)
+        self.compiled = Compiled(self._shape, self._layout.whole)
+        self.speculation = Speculation(speculation, self.compiled, platform=mesh.devices.flat[0].platform)
         ahead = mesh.devices.flat[0].platform != "cpu" if dispatch_ahead is None else dispatch_ahead
         self._dispatch_ahead = ahead and self.speculation.admits_ahead
         self._slot_counts = slot_counts(self.slots // replicas, fewest=self.speculation.fewest_slots)
         self.mesh, self.execution = mesh, execution
-        self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, execution.pipeline, execution.cache_axes)
-        self.compiled = Compiled(self._shape, self._layout.whole)
         together = -(-min(rows, prompts or slots) // replicas) * replicas
         counts = {"rows": together, "replicas": replicas, "longest_prompt": max_prompt_tokens, "capacity": capacity}
         self.prefill = Prefill(self.compiled, self._layout, pixels=pixels, **counts)
@@ -235,7 +235,7 @@ class Engine:
         assert self._slots is not None, "nothing was inserted"
         self.cache.hold(np.maximum(self.book.next_tokens_B, self._contents.length_B), self.book.slot_B)
         bits_BU = self._constraints.next(self._slots, self.book.slot_B.tolist())
-        call = self.speculation.next_call(self.book, bits_BU, compiled=len(self.compiled))
+        call = self.speculation.next_call(self.book, bits_BU, capacity=self.cache.size)
         name = call.name, len(self.book.slot_B), self.cache.size, *call.sizes
         arguments = weights.layers(), weights.params, self.cache.arrays, self._slots, *call.arguments
         how: Any = {"out": (self.cache.layout, self._layout.slots, self._layout.whole), "donate": (2, 3)}
@@ -296,7 +296,7 @@ class Engine:
         read = [(self._scheduler.placed(window.slot), window) for window in self.book.read()]
         for sequence, window in read:
             sequence.extend(window, self._decode)
-        self.speculation.read(read, rows=len(self.book.slot_B), compiled=len(self.compiled))
+        self.speculation.read(read, rows=len(self.book.slot_B))
         ended = [sequence for sequence, window in read if not window.active or sequence.stop_text is not None]
         self._end(ended)
         return ended

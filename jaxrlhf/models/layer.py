@@ -141,9 +141,8 @@ def layer_slots(
         query_BTNH, gate_BTNH, made = _heads(layer, config, input_BTD, turn, execution)
         written, latent = stored, config.latent
         if made is not None:
-            for at in range(input_BTD.shape[1]):
-                key_BKH, value_BKH = made.key_LPSKH[:, at], made.value_LPSKH[:, at]
-                written = written.write(key_BKH, value_BKH, entry_B + at, execution=execution)
+            entry_BT = entry_B[:, None] + jnp.arange(input_BTD.shape[1])[None]
+            written = written.write(made.key_LPSKH, made.value_LPSKH, entry_BT, execution=execution)
         if latent is None:
             mixed_BTNH = written.attend(query_BTNH, position_B, score_mod, execution=execution)
             return _gated(mixed_BTNH, gate_BTNH), written

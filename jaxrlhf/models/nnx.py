@@ -139,9 +139,9 @@ class NnxModel(CausalLM):
         *,
         execution: Execution = ONE_DEVICE,
     ) -> DecodeOutput:
-        token_BKH = token_B[:, None, None]
+        token_BTKH = token_B[:, None, None, None]
         [stored] = cache
-        stored = stored.write(token_BKH, token_BKH, position_B)
+        stored = stored.write(token_BTKH, token_BTKH, position_B[:, None])
         return DecodeOutput(self._last(params, stored.key_BKHS[:, 0, 0], position_B, execution), [stored])
 
     def _last(self, params: Params, token_BS: Array, last_B: Array, execution: Execution) -> Array:

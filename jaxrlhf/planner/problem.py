@@ -321,7 +321,7 @@ def _notes(config: Config, hardware: Hardware, lengths: Lengths) -> list[str]:
         notes.append("the time of rollout.server, which generates, is not counted")
     if generates(config) and config.environment is not None:
         notes.append("episodes are assumed to have one turn; the time of tools and environments is not counted")
-    if any(spec.room is not None for spec in config.roles.values()):
+    if any(spec.max_expansion is not None for spec in config.roles.values()):
         notes.append("models with their own tokenizer are assumed to have as many tokens per text as the policy")
     if getattr(config.model, "vision", None):
         weights = "weights and " if isinstance(config.model, Pretrained) else ""

@@ -200,7 +200,7 @@ class Loop:
         self._task = "evaluating"
         log.calls(self.roles.timeline.take())
         start = time.perf_counter()
-        with self.schedule.resting():
+        with self.schedule.paused():
             self._other_calls = self.roles.timeline.take()
             log.calls(self._other_calls)
             return self._evaluated(number, log, start)

@@ -149,7 +149,7 @@ def _check_checkpoints(config: Config, tokenizer: PreTrainedTokenizerBase) -> No
     for spec in (spec for phase in config.phases for spec in phase.roles.values()):
         if spec.model is not None and spec.head is not None:
             wanted.append((spec.model, spec.head))
-            if spec.room is None:
+            if spec.max_expansion is None:
                 check_vocabulary(tokenizer, model_config(spec.model, tokenizer), role=spec.name)
     scores = (part for part in config.rewards.parts if isinstance(part, ModelReward))
     wanted += [(Pretrained(part.path), "score") for part in scores]

@@ -95,7 +95,7 @@ class Synchronous:
         return learn_from(self.roles, work, collected)
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Pause collection within the block, so that an evaluation can generate with the newest weights."""
         yield
 

@@ -281,7 +281,7 @@ class Builder:
                 wanted.append((spec.model, spec.head))
                 if trains:
                     check_vocabulary(self.on.tokenizer_of(spec.name), self.on.model_of(spec.name), role=spec.name)
-                if trains and spec.head == "lm" and spec.room is None:
+                if trains and spec.head == "lm" and spec.max_expansion is None:
                     check_same_tokens(self.on.tokenizer, spec.model.path, role=spec.name)
             elif spec.model is None and phase.policy is None and isinstance(self.config.model, Pretrained):
                 wanted.append((self.config.model, "lm"))
@@ -333,8 +333,8 @@ class Builder:
             on.weights(role).head,
             on.mesh(role),
             on.training(role),
-            width=on.in_room(on.width, role),
-            longest_response=on.in_room(rollout.max_response_tokens, role),
+            width=on.expanded(on.width, role),
+            longest_response=on.expanded(rollout.max_response_tokens, role),
             execution=on.execution(role, remat=self.remat[role].kind if role in self.remat else "none"),
             progress=self.progress,
             offload=parts,
@@ -352,7 +352,7 @@ class Builder:
             replace(self._setup("actor"), width=phase.config.rollout.width),
             quantized_as(start, target) if self.has_devices else target,
             optimizer=phase.config.actor.optimizer,
-            total_updates=phase.total_updates - phase.config.algorithm.resting_updates(phase.config.rollout),
+            total_updates=phase.total_updates - phase.config.algorithm.critic_only_updates(phase.config.rollout),
             adapters=self._adapters(weights, phase.adapters),
             sampler=self.sampler,
             hybrid=self.hybrid,

@@ -107,7 +107,7 @@ class ModelWorker:
         self._row_tokens, rows = microbatch_shape(setup.training, self.mesh, width=widest, role=self.role)
         self._rows = rows // self.row_shards
         self._attention_rows: dict[int, int] = {}
-        self._patch_room: list[StripShape] = []
+        self._patch_capacity: list[StripShape] = []
         whole, each = PartitionSpec(), self.replicas.each
         self._forward = {
             wanted: jax.jit(
@@ -191,7 +191,7 @@ class ModelWorker:
             attention_rows=self._attention_rows,
             vision=vision,
             pixels=self.setup.pixels,
-            patch_room=self._patch_room,
+            patch_capacity=self._patch_capacity,
             agree=most_of_all_hosts,
         )
 
@@ -215,12 +215,12 @@ class ModelWorker:
 
         Results round differently with other sizes, so a resumed run uses the same ones.
         """
-        return {f"{self.role}/{name}": count for room in self._patch_room for name, count in room._asdict().items()}
+        return {f"{self.role}/{name}": count for row in self._patch_capacity for name, count in row._asdict().items()}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Restore the counters of a checkpoint."""
         own = {name: counters[key] for name in StripShape._fields if (key := f"{self.role}/{name}") in counters}
-        self._patch_room[:] = [StripShape(**own)] if own else []
+        self._patch_capacity[:] = [StripShape(**own)] if own else []
 
     def items(self) -> dict[str, TreeItem]:
         """Return this role's items of a checkpoint."""

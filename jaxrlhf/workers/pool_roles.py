@@ -93,7 +93,7 @@ class PoolRoles:
     def tokenizer_of(self, role: str) -> PreTrainedTokenizerBase:
         """Return the tokenizer of a role's model: its own if the role tokenizes texts again, else the policy's."""
         spec = self.spec(role)
-        if spec.room is None or spec.model is None:
+        if spec.max_expansion is None or spec.model is None:
             return self.tokenizer
         return load_tokenizer(str(resolve(spec.model.path)))
 
@@ -104,11 +104,11 @@ class PoolRoles:
 
     def widest_row(self, role: str) -> int:
         """Return the number of tokens that a packed row of a role has space for."""
-        return self.config.algorithm.together * self.in_room(self.width, role)
+        return self.config.algorithm.together * self.expanded(self.width, role)
 
-    def in_room(self, tokens: int, role: str) -> int:
+    def expanded(self, tokens: int, role: str) -> int:
         """Return the number of tokens of a role's own tokenizer to reserve for `tokens` tokens of the policy."""
-        return math.ceil(tokens * (self.spec(role).room or 1.0))
+        return math.ceil(tokens * (self.spec(role).max_expansion or 1.0))
 
     def training(self, role: str) -> Training:
         """Return the training settings of a role; a frozen role has the actor's, except for the reference's layout.

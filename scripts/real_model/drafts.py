@@ -1,16 +1,19 @@
 """Measures what drafts (`rollout.speculation`) are worth with SmolLM2-135M-Instruct, beside the same work without.
 
     python scripts/tools/get_smollm2.py models
-    python -m scripts.real_model.drafts [--gsm8k FOLDER] [--only chat tail epoch]
+    python -m scripts.real_model.drafts [--gsm8k FOLDER] [--only chat epochs tail]
 
 Two engines of one process, one without drafts and one with them, do every part of a workload one after the other, in
-changing order. Programs are compiled by other prompts before. Writes `drafts.json`.
+changing order. The engines have answered other prompts before, which compiles the programs of single tokens. A program
+of several tokens compiles once it would have saved its compilation: in three chats before the measured ones, and
+within the seconds of the other workloads. Writes `drafts.json`.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +34,9 @@ TURNS = (
     "List the three main events of the story.",
 )
 OTHER_TURNS = ("Describe a garden in spring, in two paragraphs.", "Write that again.", "List the plants.")
-FIRST, SECOND = 0, 1
-"""Seeds of two epochs."""
+EPOCHS = 4
+LONGEST = 384
+"""Most tokens of a response of `tail` and `epochs`."""
 
 
 class Seconds(NamedTuple):
@@ -137,14 +141,17 @@ class Pair:
 @cache
 def _one_person(given: Given) -> Pair:
     pair = Pair(given, slots=1, context=2048, tokens=96)
-    pair.chat(OTHER_TURNS, Sampling(greedy=True), 100)
+    for _ in range(3):
+        pair.chat(OTHER_TURNS, Sampling(greedy=True), 100)
     return pair
 
 
 @cache
 def _groups(given: Given) -> Pair:
-    pair = Pair(given, slots=8, context=512, tokens=256)
-    pair.generate(list(pair.asked(2, 2, 4)), Sampling(), FIRST)
+    pair = Pair(given, slots=8, context=LONGEST + 256, tokens=LONGEST)
+    for most in (LONGEST, LONGEST // 2):  # the rows that are left grow fewer, at short and at long lengths
+        whole = enumerate(pair.asked(2, 2, 4, stop_tokens=()))
+        pair.generate([replace(one, max_tokens=most - 8 * number) for number, one in whole], Sampling(), 0)
     return pair
 
 
@@ -156,19 +163,21 @@ def chat(given: Given, sampling: Sampling) -> dict[str, Any]:
     return pair.figures()
 
 
-def tail(given: Given) -> dict[str, Any]:
-    """Measure the last quarter of a batch: 2 prompts, 4 responses each of at most 256 tokens."""
+def epochs(given: Given) -> dict[str, Any]:
+    """Measure `EPOCHS` epochs over 2 prompts, 4 responses each of at most `LONGEST` tokens; each epoch is a part."""
     pair = _groups(given)
     pair.forget()
-    pair.generate(list(pair.asked(0, 2, 4)), Sampling(), FIRST, first=0.75)
+    for epoch in range(EPOCHS):
+        pair.generate(list(pair.asked(0, 2, 4)), Sampling(), epoch)
     return pair.figures()
 
 
-def epoch(given: Given) -> dict[str, Any]:
-    """Measure a second epoch over the prompts of `tail`, which has to run before."""
+def tail(given: Given) -> dict[str, Any]:
+    """Measure the second half of two more batches of `epochs`, whose programs are compiled if that ran before."""
     pair = _groups(given)
     pair.forget()
-    pair.generate(list(pair.asked(0, 2, 4)), Sampling(), SECOND)
+    for start in (4, 6):
+        pair.generate(list(pair.asked(start, 2, 4)), Sampling(), start, first=0.5)
     return pair.figures()
 
 
@@ -184,8 +193,8 @@ def batch(given: Given) -> dict[str, Any]:
 WORKLOADS: dict[str, Callable[[Given], dict[str, Any]]] = {
     "chat_greedy": lambda given: chat(given, Sampling(greedy=True)),
     "chat": lambda given: chat(given, Sampling()),
+    "epochs": epochs,
     "tail": tail,
-    "epoch": epoch,
     "batch": batch,
 }
 

@@ -71,7 +71,7 @@ def test_a_teacher_reads_responses_in_its_own_tokens(tmp_path):
     other = pairs_of_digits(tmp_path)
     rollout = Rollout(2, 2, max_prompt_tokens=8, max_response_tokens=8)
     teacher_model = Pretrained(str(teacher))
-    algorithm = by_logits.LogitDistillation(responses_per_update=4, reference_model=teacher_model, room=1.25)
+    algorithm = by_logits.LogitDistillation(responses_per_update=4, reference_model=teacher_model, max_expansion=1.25)
     settings = replace(tiny_runs.get_config(), algorithm=algorithm, cold_start=None, rollout=rollout)
     policy, roles = embedded_tokenizer(), tuple(settings.roles)
     pool = ResourcePool("all", tuple(jax.devices()[:1]))

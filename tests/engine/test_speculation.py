@@ -117,7 +117,7 @@ def verifying(engine: Engine, expected, monkeypatch, *, right=0.8, seed=0):
         return Draft(tuple(int(t if rng.random() < right else rng.integers(4, 24)) for t in tokens), 2)
 
     monkeypatch.setattr(speculation._index, "draft", draft)
-    monkeypatch.setattr(speculation, "_best", lambda rows, active: (int(rng.choice(speculation.widths)), 2.0))
+    monkeypatch.setattr(speculation, "_width", lambda rows, active: int(rng.choice(speculation.widths)))
     speculation.take_counts()
     return speculation
 

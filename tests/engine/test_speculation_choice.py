@@ -2,11 +2,14 @@
 
 import itertools
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine.buckets import Shape
+from jaxrlhf.engine.compiled import Compiled
 from jaxrlhf.engine.programs import NO_TOKEN
 from jaxrlhf.engine.sequence import Request, SequenceState, WindowTokens
 from jaxrlhf.engine.slot_book import SlotBook
@@ -23,13 +26,22 @@ def book_of(active: int, rows: int) -> SlotBook:
     return book
 
 
-class Device:
-    """Device that samples given tokens in every row, and a clock that each call advances by its cost."""
+CAPACITY = 64
 
-    def __init__(self, texts, prices, *, rows=None, **how):
+
+class Device:
+    """Device that samples given tokens in every row, and a clock that each call advances by its cost.
+
+    A program is compiled at its first call, in `compilation` seconds.
+    """
+
+    def __init__(self, texts, prices, *, rows=None, compilation=0.0, **how):
         self.now, self.calls, self._prices, self._texts = 0.0, [], prices, texts
+        self.compilation = compilation
         shape = Shape(config=MODEL, replicas=1, most_stop_tokens=1, tokens_per_dispatch=WINDOW)
-        self.speculation = Speculation("auto", shape, platform="cpu", clock=lambda: self.now, **how)
+        whole = NamedSharding(Mesh(jax.devices()[:1], ("data",)), PartitionSpec())
+        self.compiled = Compiled(shape, whole)
+        self.speculation = Speculation("auto", self.compiled, platform="cpu", clock=lambda: self.now, **how)
         self.sequences = [
             SequenceState(Request(number, (1, 2, 3)), Sampling(), 0, 10**6, ()) for number in range(len(texts))
         ]
@@ -43,8 +55,12 @@ class Device:
         return (sum(len(sequence.tokens) for sequence in self.sequences) - before) / (self.now - since)
 
     def step(self):
-        call = self.speculation.next_call(self.book, None, compiled=0)
+        call = self.speculation.next_call(self.book, None, capacity=CAPACITY)
         self.calls.append((call.name, call.sizes or int(call.arguments[1])))
+        name = call.name, len(self.book.slot_B), CAPACITY, *call.sizes
+        if name not in self.compiled.programs:
+            self.compiled.programs[name], self.compiled.seconds[name] = None, self.compilation
+            self.now += self.compilation
         read = []
         for slot, (text, sequence) in enumerate(zip(self._texts, self.sequences, strict=True)):
             if call.name == "verify":
@@ -60,7 +76,7 @@ class Device:
             read.append((sequence, window))
         width = call.sizes[0] + 1 if call.name == "verify" else 1
         self.now += self._prices[width] * (1 if width > 1 else int(call.arguments[1]))
-        self.speculation.read(read, rows=len(self.book.slot_B), compiled=0)
+        self.speculation.read(read, rows=len(self.book.slot_B))
 
 
 def repeated():
@@ -139,7 +155,7 @@ def test_few_tokens_that_are_left_bound_a_draft():
     seen = []
     while sequence.limit - len(sequence.tokens) > WIDTHS[-1]:
         device.step()
-        [draft_BD] = device.speculation.next_call(device.book, None, compiled=0).arguments[:1]
+        [draft_BD] = device.speculation.next_call(device.book, None, capacity=CAPACITY).arguments[:1]
         if draft_BD is not None:
             seen.append((sequence.limit - len(sequence.tokens), int((draft_BD != NO_TOKEN).sum())))
     assert seen and all(drafted < left for left, drafted in seen)
@@ -148,12 +164,40 @@ def test_few_tokens_that_are_left_bound_a_draft():
 def test_masks_of_constraints_and_a_program_that_compiles_are_not_measured():
     device = Device([repeated()], CHEAP)
     bits_BU = np.ones((1, 2), np.uint32)
-    call = device.speculation.next_call(device.book, bits_BU, compiled=0)
+    call = device.speculation.next_call(device.book, bits_BU, capacity=CAPACITY)
     assert (call.name, call.sizes) == ("decode", ("constrained",))
     device.run(3)
     before = dict(device.speculation._seconds)
-    device.speculation.next_call(device.book, None, compiled=5)
+    device.speculation.next_call(device.book, None, capacity=CAPACITY)
+    device.compiled.programs["another",] = None
     device.now += 100
     window = WindowTokens(0, [10], [0.0], True, None, None)
-    device.speculation.read([(device.sequences[0], window)], rows=1, compiled=6)
+    device.speculation.read([(device.sequences[0], window)], rows=1)
     assert device.speculation._seconds == before
+
+
+def test_a_program_is_compiled_when_it_would_have_saved_its_compilation():
+    """A row samples 22 tokens in 22 passes of 1 s, or in 3 of 1.1 s and a half: 16 tokens save at most 13 s."""
+    dear = Device([repeated()], CHEAP, compilation=1000.0)
+    dear.run(60)
+    assert {name for name, _ in dear.calls} == {"decode"}
+    assert dear.calls[-1] == ("decode", WINDOW) and not dear.speculation.pays
+    dear.run(60)
+    assert [name for name, _ in dear.calls].count("verify") > 30
+    assert [name for name, *_ in dear.compiled.programs].count("verify") == 1
+
+
+def test_compiled_programs_and_texts_that_end_soon_cost_nothing():
+    """Without a program, seconds are those of single tokens; with drafts, at most one program more."""
+    for calls in (10, 100, 1000):
+        device = Device([repeated()], CHEAP, compilation=300.0)
+        device.run(calls)
+        tokens = sum(len(sequence.tokens) for sequence in device.sequences)
+        assert device.now <= tokens * CHEAP[1] + 2 * 300.0
+
+
+def test_a_measured_program_tells_the_seconds_of_the_others():
+    """A pass of 8 tokens takes as long as 8 passes, so one of 4 tokens is not compiled to be tried."""
+    device = Device([repeated()], {1: 1.0, 4: 4.0, 8: 8.0}, compilation=20.0)
+    device.run(300)
+    assert [sizes for name, *sizes in device.compiled.programs if name == "verify"] == [[1, CAPACITY, 7]]

@@ -256,7 +256,7 @@ def test_others_generate_between_two_collections_and_the_rest_go_on_waiting():
     running = collector.submit(lambda: seen.append("first") or first.result(PATIENCE_S))
     waiting = collector.submit(lambda: seen.append("second"))
     threading.Timer(0.05, first.set_result, [None]).start()
-    with collector.resting():
+    with collector.paused():
         assert running.done() or first.done()
         seen.append("evaluation")
         assert not waiting.done()

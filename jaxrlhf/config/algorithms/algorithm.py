@@ -16,7 +16,7 @@ from jaxrlhf.config.training import Rollout, Training
 _RENAMED = {"places_after": "positions_after", "draws_beside": "also_generates"}
 """Former names of class attributes, which an algorithm of a user's own may still have, and the present names."""
 
-_OF_ROLLOUT = ("problems_per_step", "updates_per_step", "resting_updates", "examples", "correction_for")
+_OF_ROLLOUT = ("problems_per_step", "updates_per_step", "critic_only_updates", "examples", "correction_for")
 _ARGUMENTS = {"roles": "training", **dict.fromkeys((*_OF_ROLLOUT, "trusts_sampler"), "rollout")}
 """Argument of methods that formerly got the whole configuration: the actor's settings, or the rollout's."""
 
@@ -92,7 +92,7 @@ class Algorithm(Settings, ABC):
     def updates_per_step(self, rollout: Rollout) -> int:
         """Return the number of optimizer updates of each trained role in one step."""
 
-    def resting_updates(self, rollout: Rollout) -> int:
+    def critic_only_updates(self, rollout: Rollout) -> int:
         """Return the number of initial updates that leave the policy unchanged; its learning rate ignores them."""
         return 0
 

@@ -38,7 +38,7 @@ class PPO(PolicyGradient):
         actor, *others = super().roles(training)
         return (actor, critic(self.critic, self.critic_model), *others)
 
-    def resting_updates(self, rollout: Rollout) -> int:
+    def critic_only_updates(self, rollout: Rollout) -> int:
         return self.critic_warmup_steps * self.updates_per_step(rollout)
 
 

@@ -9,10 +9,14 @@ The rates are counted in every window, also where no draft was verified: the tok
 the draft that there was. The seconds of a call are those of the engine's own calls with as many rows. So speculation
 turns itself off where it loses, and on again, and measures nothing apart.
 
+A verification of another size is another program to compile. The program is compiled once it would have saved the
+seconds that such a program took to compile. Responses that gain nothing from drafts therefore compile nothing.
+
 Timings decide only how many tokens a call samples, never which (`verification`). They differ between two runs, and so
 may the last digits of log-probabilities.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -21,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxrlhf.engine.buckets import Shape
+from jaxrlhf.engine.compiled import Compiled, Size
 from jaxrlhf.engine.constraints import constrained
 from jaxrlhf.engine.programs import NO_TOKEN, decode
 from jaxrlhf.engine.sequence import SequenceState, WindowTokens
@@ -118,6 +123,7 @@ class Speculation:
 
     Args:
       wanted: Setting `rollout.speculation`.
+      compiled: The engine's programs.
       clock: Function that returns seconds.
 
     Attributes:
@@ -131,11 +137,12 @@ class Speculation:
     def __init__(
         self,
         wanted: Literal["auto"] | None,
-        shape: Shape,
+        compiled: Compiled,
         *,
         platform: str,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
+        shape, self._compiled = compiled.shape, compiled
         self.off = "rollout.speculation=None" if wanted is None else obstacle(shape)
         self.widths = () if self.off else tuple(width for width in WIDTHS if width <= shape.tokens_per_dispatch)
         self.fewest_slots = FEWEST_SLOTS.get(platform) if self.widths else None
@@ -146,9 +153,12 @@ class Speculation:
         self.admits_ahead = not self.widths or shape.execution.ring_entries is None
         self._drafts: dict[int, Draft] = {}  # by slot; every running response that was read has one
         self._seconds: dict[tuple[int, int], float] = {}
+        # Seconds of one more token in a verification, in passes of single tokens.
+        self._token_share = 1 / self._most_tokens
+        self._saved_s: defaultdict[tuple[Size, ...], float] = defaultdict(float)  # by programs that are not compiled
         self._hits, self._trials = np.full(MOST_MATCHED + 1, 1.0), np.full(MOST_MATCHED + 1, 2.0)
         self._call: _Dispatched | None = None
-        self._mean_gain = 1.0
+        self._mean_gain, self._capacity = 1.0, 0
 
     @property
     def pays(self) -> bool:
@@ -166,32 +176,30 @@ class Speculation:
         self._index.clear_running()
         self._call = None
 
-    def next_call(self, book: SlotBook, bits_BU: np.ndarray | None, *, compiled: int) -> NextCall:
+    def next_call(self, book: SlotBook, bits_BU: np.ndarray | None, *, capacity: int) -> NextCall:
         """Return the call that is dispatched now: a verification of drafts, or a window of `decode` without drafts.
 
         Args:
           bits_BU: Masks of `SlotConstraints.next`; every response then samples one token, and no draft is verified.
-          compiled: Number of programs compiled so far.
+          capacity: Number of tokens that the cache of a slot holds.
         """
+        self._capacity = capacity
         if not self.widths:
             return NextCall("decode", decode, constrained(bits_BU), (bits_BU,))
-        draft_BD = self._chosen(book, compiled) if bits_BU is None else None
+        draft_BD = self._chosen(book) if bits_BU is None else None
         if draft_BD is not None:
             return NextCall("verify", verify, draft_BD.shape[1:], (draft_BD,))
         most = np.int32(SHORT_WINDOW if self.pays else self._window_tokens)
         return NextCall("decode", decode, constrained(bits_BU), (bits_BU, most))
 
-    def _chosen(self, book: SlotBook, compiled: int) -> np.ndarray | None:
+    def _chosen(self, book: SlotBook) -> np.ndarray | None:
         """Return the drafts to verify, `[B, D]`, `NO_TOKEN` where there are fewer; None to sample without drafts."""
         rows, alone = len(book.slot_B), not book.unread
-        width, gain = self._best(rows, book.active) if alone else (1, 1.0)
-        if gain < LEAST_GAIN:
-            if width > 1 and (rows, width) in self._seconds:
-                self._seconds[rows, width] *= _KEPT_COST
-            width = 1
+        width = self._width(rows, book.active) if alone else 1
         # The first window of a response waits for its prompt, and overlapping windows for each other.
         measured = alone and len(self._drafts) == book.active
-        self._call = _Dispatched(rows, width, self._clock() if measured else None, compiled) if alone else None
+        start_s = self._clock() if measured else None
+        self._call = _Dispatched(rows, width, start_s, len(self._compiled)) if alone else None
         if width == 1:
             return None
         draft_BD = np.full((rows, width - 1), NO_TOKEN, np.int32)
@@ -200,16 +208,15 @@ class Speculation:
             draft_BD[row, : len(tokens)] = tokens
         return draft_BD
 
-    def read(self, read: Sequence[tuple[SequenceState, WindowTokens]], *, rows: int, compiled: int) -> None:
+    def read(self, read: Sequence[tuple[SequenceState, WindowTokens]], *, rows: int) -> None:
         """Take the tokens of the window that was read: count hits of drafts and seconds, and draft again.
 
         Args:
           rows: Number of rows of the next call.
-          compiled: Number of programs compiled so far.
         """
         if not self.widths:
             return
-        self._measure([len(window.tokens) for _, window in read], compiled=compiled)
+        self._measure([len(window.tokens) for _, window in read])
         most = max((width for width in self.widths if rows * width <= self._most_tokens), default=1) - 1
         for sequence, window in read:
             slot, tokens = window.slot, window.tokens
@@ -220,7 +227,7 @@ class Speculation:
             left = sequence.limit - sequence.request.sampled - len(sequence.tokens) - 1
             self._drafts[slot] = self._index.draft(slot, min(most, left)) if window.active and most else NO_DRAFT
         self._call = None
-        gain = max(1.0, self._best(rows, len(read))[1])
+        gain = max([1.0, *self._compiled_gains(rows, len(read)).values()])
         self._mean_gain += (_NEWEST_SHARE if most else 1.0) * (gain - self._mean_gain)
 
     def end(self, slot: int) -> None:
@@ -235,21 +242,53 @@ class Speculation:
         self._index.extend(slot, prompt[len(prompt) - sampled :])
         self._drafts[slot] = NO_DRAFT
 
-    def _best(self, rows: int, active: int) -> tuple[int, float]:
-        """Return the width of a verification with the highest expected tokens per second, relative to single tokens.
+    def _width(self, rows: int, active: int) -> int:
+        """Return the number of tokens of a row that the next call runs: 1 is a window without drafts."""
+        gains, ready = self._gains(rows, active), self._compiled_gains(rows, active)
+        width = max(ready, key=ready.__getitem__, default=1)
+        if ready.get(width, 1.0) < LEAST_GAIN:
+            if (rows, width) in self._seconds:
+                self._seconds[rows, width] *= _KEPT_COST
+            width = 1
+        gain = ready[width] if width > 1 else 1.0
+        best = max(gains, key=gains.__getitem__, default=1)
+        if best == 1 or gains[best] < LEAST_GAIN or gains[best] <= gain:
+            return width
+        program = self._program(rows, best)
+        passes = self._window_tokens if width == 1 else 1
+        self._saved_s[program] += passes * self._pass_s(rows, width) * (1 - gain / gains[best])
+        return best if self._saved_s[program] >= self._compilation_s else width
 
-        Until the seconds of a verification are known they are taken to be those of a call of one token.
-        """
-        single = self._seconds.get((rows, 1))
+    def _program(self, rows: int, width: int) -> tuple[Size, ...]:
+        return "verify", rows, self._capacity, width - 1
+
+    @property
+    def _compilation_s(self) -> float:
+        """Seconds in which a verification is likely to be compiled."""
+        seconds = self._compiled.seconds.items()
+        return max((each for program, each in seconds if program[0] in ("decode", "verify")), default=0.0)
+
+    def _pass_s(self, rows: int, width: int) -> float:
+        """Return the seconds of a forward pass: measured, or those of one token and of the tokens beside it."""
+        estimate = self._seconds[rows, 1] * (1 + self._token_share * rows * (width - 1))
+        return self._seconds.get((rows, width), estimate)
+
+    def _compiled_gains(self, rows: int, active: int) -> dict[int, float]:
+        """Return `_gains` of the verifications that are compiled."""
+        gains = self._gains(rows, active).items()
+        return {width: gain for width, gain in gains if self._program(rows, width) in self._compiled.programs}
+
+    def _gains(self, rows: int, active: int) -> dict[int, float]:
+        """Return the expected tokens per second by the width of a verification, relative to single tokens."""
         widths = [width for width in self.widths if rows * width <= self._most_tokens]
-        if single is None or not widths or not any(draft.tokens for draft in self._drafts.values()):
-            return 1, 1.0
+        if (rows, 1) not in self._seconds or not any(draft.tokens for draft in self._drafts.values()):
+            return {}
 
         def gain(width: int) -> float:
             tokens = active + sum(self._expected(draft, width - 1) for draft in self._drafts.values())
-            return tokens / active * single / self._seconds.get((rows, width), single)
+            return tokens / active * self._pass_s(rows, 1) / self._pass_s(rows, width)
 
-        return max(((width, gain(width)) for width in widths), key=lambda pair: pair[1])
+        return {width: gain(width) for width in widths}
 
     def _expected(self, draft: Draft, most: int) -> float:
         """Return the expected number of accepted tokens of a draft."""
@@ -270,7 +309,7 @@ class Speculation:
             self.counts.drafted += trials
             self.counts.accepted += hits
 
-    def _measure(self, sampled: Sequence[int], *, compiled: int) -> None:
+    def _measure(self, sampled: Sequence[int]) -> None:
         """Count the call that was read, and take its seconds unless a program was compiled meanwhile."""
         if self._call is None:
             return
@@ -280,7 +319,9 @@ class Speculation:
             self.counts.rows += len(sampled)
             self.counts.tokens += sum(sampled)
         passes = 1 if width > 1 else max(sampled, default=0)
-        if start_s is not None and passes and before == compiled:
+        if start_s is not None and passes and before == len(self._compiled):
             seconds = (self._clock() - start_s) / passes
             old = self._seconds.setdefault((rows, width), seconds)
             self._seconds[rows, width] = old + _COST_SHARE * (seconds - old)
+            if width > 1 and (rows, 1) in self._seconds:
+                self._token_share = max(0.0, seconds / self._seconds[rows, 1] - 1) / (rows * (width - 1))

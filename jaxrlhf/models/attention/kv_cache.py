@@ -76,34 +76,35 @@ class LayerCache(NamedTuple):
 
     def write(
         self,
-        key_BKH: Num[Array, "B K H"],
-        value_BKU: Num[Array, "B K U"],
-        position_B: Int[Array, "B"],
+        key_BTKH: Num[Array, "B T K H"],
+        value_BTKU: Num[Array, "B T K U"],
+        position_BT: Int[Array, "B T"],
         *,
         execution: Execution = ONE_DEVICE,
     ) -> "LayerCache":
-        """Write one new entry per slot, each at its own position; positions at or past the capacity are skipped."""
+        """Write T new entries per slot, each at its own position; positions at or past the capacity are skipped."""
         ways, axes = execution.cache_ways, execution.cache_axes
         if ways == 1 or is_ring(self):
-            return self._replace_entries(key_BKH, value_BKU, position_B)
+            return self._replace_entries(key_BTKH, value_BTKU, position_BT)
 
-        def put(stored: LayerCache, key_BKH: Array, value_BKU: Array, position_B: Array) -> LayerCache:
-            own_B = position_B % ways == jax.lax.axis_index(axes)
-            return stored._replace_entries(key_BKH, value_BKU, jnp.where(own_B, position_B // ways, NOWHERE))
+        def put(stored: LayerCache, key_BTKH: Array, value_BTKU: Array, position_BT: Array) -> LayerCache:
+            own_BT = position_BT % ways == jax.lax.axis_index(axes)
+            return stored._replace_entries(key_BTKH, value_BTKU, jnp.where(own_BT, position_BT // ways, NOWHERE))
 
         rows, heads = execution.row_axes, execution.over_heads(self.key_BKHS.shape[1])
-        slot, head = PartitionSpec(rows), PartitionSpec(rows, heads)
+        slot, head = PartitionSpec(rows), PartitionSpec(rows, None, heads)
         specs: Any = PartitionSpec(rows, heads, None, axes), PartitionSpec(rows, heads, axes)
         stored = type(self)(*specs)
-        return execution.on_devices(put, (stored, head, head, slot), stored)(self, key_BKH, value_BKU, position_B)
+        return execution.on_devices(put, (stored, head, head, slot), stored)(self, key_BTKH, value_BTKU, position_BT)
 
-    def _replace_entries(self, key_BKH: Array, value_BKU: Array, entry_B: Array) -> "LayerCache":
+    def _replace_entries(self, key_BTKH: Array, value_BTKU: Array, entry_BT: Array) -> "LayerCache":
         # One update per slot, not one scatter over slots: each device then writes its own slots.
-        keys = jax.vmap(lambda stored_KHS, new_KH, at: stored_KHS.at[:, :, at].set(new_KH, mode="drop"))
-        values = jax.vmap(lambda stored_KSH, new_KH, at: stored_KSH.at[:, at].set(new_KH, mode="drop"))
+        keys = jax.vmap(lambda stored_KHS, new_KHT, at_T: stored_KHS.at[:, :, at_T].set(new_KHT, mode="drop"))
+        values = jax.vmap(lambda stored_KSH, new_KTH, at_T: stored_KSH.at[:, at_T].set(new_KTH, mode="drop"))
+        key_BKHT, value_BKTU = jnp.moveaxis(key_BTKH, 1, 3), jnp.moveaxis(value_BTKU, 1, 2)
         return self._replace(
-            key_BKHS=keys(self.key_BKHS, key_BKH.astype(self.key_BKHS.dtype), entry_B),
-            value_BKSH=values(self.value_BKSH, value_BKU.astype(self.value_BKSH.dtype), entry_B),
+            key_BKHS=keys(self.key_BKHS, key_BKHT.astype(self.key_BKHS.dtype), entry_BT),
+            value_BKSH=values(self.value_BKSH, value_BKTU.astype(self.value_BKSH.dtype), entry_BT),
         )
 
     def attend(
@@ -138,10 +139,10 @@ class _Ring:
 
     __slots__ = ()
 
-    def write(self: Any, key_BKH: Array, value_BKU: Array, position_B: Array, *, execution: Execution = ONE_DEVICE):
-        """Write one new entry per slot, in place of the oldest entry."""
-        entry_B = jnp.where(position_B >= NOWHERE, NOWHERE, position_B % self.capacity)
-        return LayerCache.write(self, key_BKH, value_BKU, entry_B, execution=execution)
+    def write(self: Any, key_BTKH: Array, value_BTKU: Array, position_BT: Array, *, execution: Execution = ONE_DEVICE):
+        """Write T new entries per slot, in place of the oldest entries."""
+        entry_BT = jnp.where(position_BT >= NOWHERE, NOWHERE, position_BT % self.capacity)
+        return LayerCache.write(self, key_BTKH, value_BTKU, entry_BT, execution=execution)
 
     def attend(self: Any, query_BTNH: Array, position_B: Array, score_mod: ScoreMod, *, execution: Execution) -> Array:
         """Attend with T consecutive tokens per slot to the positions in their windows."""

@@ -40,25 +40,24 @@ class LayerPages(NamedTuple):
 
     def write(
         self,
-        key_BKH: Num[Array, "B K H"],
-        value_BKH: Num[Array, "B K H"],
-        position_B: Int[Array, "B"],
+        key_BTKH: Num[Array, "B T K H"],
+        value_BTKH: Num[Array, "B T K H"],
+        position_BT: Int[Array, "B T"],
         *,
         execution: Execution,
     ) -> "LayerPages":
-        """Write one new entry per slot, each at its own position; skip slots that have no page for their position."""
+        """Write T new entries per slot, each at its own position; skip positions for which a slot has no page."""
 
-        def put(pages_ZSJU, table_BQ, key_BKH, value_BKH, position_B):
-            page_tokens = pages_ZSJU.shape[1]
-            column_B1 = (position_B // page_tokens)[:, None]
-            page_B1 = jnp.take_along_axis(table_BQ, column_B1, axis=1, mode="fill", fill_value=NO_PAGE)
-            entry_BJU = _entries(key_BKH, value_BKH, like=pages_ZSJU)
-            return pages_ZSJU.at[page_B1[:, 0], position_B % page_tokens].set(entry_BJU, mode="drop")
+        def put(pages_ZSJU, table_BQ, key_BTKH, value_BTKH, position_BT):
+            column_BT = position_BT // (page_tokens := pages_ZSJU.shape[1])
+            page_BT = jnp.take_along_axis(table_BQ, column_BT, axis=1, mode="fill", fill_value=NO_PAGE)
+            entry_BTJU = _entries(key_BTKH, value_BTKH, like=pages_ZSJU)
+            return pages_ZSJU.at[page_BT, position_BT % page_tokens].set(entry_BTJU, mode="drop")
 
-        slot, head = PartitionSpec(execution.row_axes), PartitionSpec(execution.row_axes, execution.head_axes)
+        slot, head = PartitionSpec(execution.row_axes), PartitionSpec(execution.row_axes, None, execution.head_axes)
         page = page_spec(execution)
         put = execution.on_devices(put, (page, slot, head, head, slot), page)
-        return self._replace(pages_ZSJU=put(self.pages_ZSJU, self.table_BQ, key_BKH, value_BKH, position_B))
+        return self._replace(pages_ZSJU=put(self.pages_ZSJU, self.table_BQ, key_BTKH, value_BTKH, position_BT))
 
     def attend(
         self,

@@ -244,14 +244,14 @@ def unknown(images: Sequence[Image], known: int) -> list[Image]:
 class RowLayout:
     """Places of the images of each row in its strips; an image that sequences of a row share is stored once."""
 
-    def __init__(self, vision: Vision, images: Sequence[Sequence[Image]], room: StripShape) -> None:
-        self._vision, self._room = vision, room
+    def __init__(self, vision: Vision, images: Sequence[Sequence[Image]], capacity: StripShape) -> None:
+        self._vision, self._capacity = vision, capacity
         self._rows: list[dict[str, tuple[Image, int, int]]] = []
         for row in images:
             own = list({image.digest: image for image in row}.values())
-            places = strips_of(own, room.patches)
-            assert all(strip < room.strips for strip, _ in places), (
-                f"{len(own)} images in a row of {room.strips} strips"
+            places = strips_of(own, capacity.patches)
+            assert all(strip < capacity.strips for strip, _ in places), (
+                f"{len(own)} images in a row of {capacity.strips} strips"
             )
             self._rows.append({image.digest: (image, *place) for image, place in zip(own, places, strict=True)})
 
@@ -262,7 +262,7 @@ class RowLayout:
             _, strip, first = self._rows[row][image.digest]
             feature_M = order_of(self._vision, image.grid).feature_M
             part = slice(image.start, image.start + len(feature_M))
-            feature_T[part] = (strip * self._room.patches + first) // self._vision.merge**2 + feature_M
+            feature_T[part] = (strip * self._capacity.patches + first) // self._vision.merge**2 + feature_M
             block_T[part] = number
         return feature_T, block_T
 
@@ -270,7 +270,7 @@ class RowLayout:
         self, rows: range, pixels: Pixels, feature_RW: Array, block_RW: Array, mrope_position_RW3: Array
     ) -> ImageRows:
         """Build the arrays of some rows, from the features, image numbers and positions of their tokens."""
-        vision, shape = self._vision, (len(rows), *self._room)
+        vision, shape = self._vision, (len(rows), *self._capacity)
         pixel_RJQC = np.zeros((*shape, vision.patch_values), np.float32)
         place_RJQ2, (segment_RJQ, window_RJQ) = np.zeros((*shape, 2), np.int32), np.zeros((2, *shape), np.int32)
         corner_RJQ4, share_RJQ4 = np.zeros((*shape, 4), np.int32), np.zeros((*shape, 4), np.float32)

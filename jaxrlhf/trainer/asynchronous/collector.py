@@ -39,7 +39,7 @@ class Collector:
         return collected
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Wait for the running collection, then start no collection within the block."""
         self._may_start.clear()
         try:

@@ -92,9 +92,9 @@ class OffPolicy(Synchronous):
         return Collection(work, collected, {} if flight is None else flight.metrics)
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Start no collection within the block; submitted collections keep waiting."""
-        with self._collector.resting():
+        with self._collector.paused():
             yield
 
     def metrics(self) -> Metrics:
