@@ -115,7 +115,7 @@ def test_the_notebook_runs_and_as_a_whole_learns(
     assert len(notebook.cells) <= 15
     [cell] = [cell for cell in notebook.cells if "jaxrlhf.override(" in cell.source]
     cell.source += f"\nconfig = jaxrlhf.override(config, {changes!r})"
-    for name in OURS:
+    for name in OURS if not changes else ("NPROC", "XLA_FLAGS"):  # one step is compiling, most of all
         monkeypatch.delenv(name, raising=False)
     NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     start, end = accuracies(tmp_path / "runs/quickstart/metrics.jsonl")
@@ -126,15 +126,23 @@ def test_the_notebook_runs_and_as_a_whole_learns(
     assert (tmp_path / "runs/quickstart/policy/model.safetensors").is_file()
 
 
-@pytest.mark.slow
-def test_the_notebook_of_agents_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "steps", [pytest.param(1, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.seeds, id="whole")]
+)
+def test_the_notebook_of_agents_runs_and_as_a_whole_learns(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notebook = nbformat.read(ROOT / "notebooks/agents.ipynb", as_version=4)
     assert len(notebook.cells) <= 15
+    [cell] = [cell for cell in notebook.cells if "    steps=8,\n" in cell.source]
+    cell.source = cell.source.replace("    steps=8,\n", f"    steps={steps},\n")
     for name in ("NPROC", "XLA_FLAGS"):
         monkeypatch.delenv(name, raising=False)
     NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     metrics = [json.loads(line) for line in (tmp_path / "runs/path/metrics.jsonl").read_text().splitlines()]
     assert metrics[0]["score/mean"] <= 0.5
-    assert metrics[-1]["score/mean"] >= 0.9
     said = "".join(output.get("text", "") for output in notebook.cells[-1]["outputs"])
-    assert said.strip().endswith("treasure")
+    assert said.strip().endswith(("treasure", "lost"))
+    if steps == 8:
+        assert metrics[-1]["score/mean"] >= 0.9
+        assert said.strip().endswith("treasure")

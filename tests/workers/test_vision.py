@@ -46,7 +46,7 @@ def test_room_for_images_is_in_a_checkpoint():
 
     def worker(role, *room):
         made = object.__new__(TrainedWorker)
-        made.role, made.updates, made._patch_room = role, 3, [*room]
+        made.role, made.updates, made._patch_capacity = role, 3, [*room]
         return made
 
     saved = json.loads(json.dumps(worker("actor", StripShape(3, 60)).counters() | worker("critic").counters()))
@@ -54,7 +54,7 @@ def test_room_for_images_is_in_a_checkpoint():
         resumed = worker(role)
         resumed.updates = 0
         resumed.set_counters(saved)
-        assert (resumed.updates, resumed._patch_room) == (3, expected)
+        assert (resumed.updates, resumed._patch_capacity) == (3, expected)
 
 
 def test_hosts_with_and_without_pictures_answer_one_batch():
