@@ -114,9 +114,9 @@ class EngineService:
         """
         sequence = self.engine.new_sequence(request, sampling, seed=seed)
         asked = _PendingRequest(sequence, on_tokens)
-        sequence.on_tokens = partial(self._drew, asked)
+        sequence.on_tokens = partial(self._on_tokens, asked)
         sequence.on_completion = partial(self._end, asked)
-        self._tell(lambda: self._start(asked))
+        self._enqueue(lambda: self._start(asked))
         # Queued after `_start`, so that `_drop` finds the request. A thread that has ended leaves the command unread.
         asked.future.add_done_callback(
             lambda future: self._inbox.put(lambda: self._drop(asked)) if future.cancelled() else None
@@ -132,12 +132,12 @@ class EngineService:
         """
         self.engine.limits.check_scored(tokens)
         pending = _PendingScore(tokens, temperature)
-        self._tell(lambda: self._unscored.append(pending))
+        self._enqueue(lambda: self._unscored.append(pending))
         return pending.future
 
     def release(self, request_id: int) -> None:
         """Release the cache that `keep` holds for a request; thread-safe."""
-        self._tell(lambda: self.engine.release(request_id))
+        self._enqueue(lambda: self.engine.release(request_id))
 
     def hold(self) -> None:
         """Hold new requests from now on, and wait until the requests in progress are answered.
@@ -151,7 +151,7 @@ class EngineService:
 
         self._held.clear()
         self._may_resume.clear()
-        self._tell(hold)
+        self._enqueue(hold)
         self._held.wait()
 
     def resume(self) -> None:
@@ -168,7 +168,7 @@ class EngineService:
             self._may_resume.set()
         self._thread.join()
 
-    def _tell(self, command: Callable[[], None]) -> None:
+    def _enqueue(self, command: Callable[[], None]) -> None:
         with self._lock:
             if self._closing:
                 raise RuntimeError("the service is closed and takes no requests; make a new EngineService")
@@ -178,27 +178,27 @@ class EngineService:
         """Run the thread's loop; block for commands only if no request is in progress."""
         while not self._closing:
             try:
-                self._obey(wait=not (self.engine.unfinished or self._holding or self._unscored))
+                self._run_commands(wait=not (self.engine.unfinished or self._holding or self._unscored))
                 if self._unscored and not self._holding:
                     self._score()
                 if self.engine.unfinished:
                     self._step()
                 elif self._holding:
-                    self._rest()
+                    self._wait_for_resume()
             except BaseException as error:  # any error fails all open requests; later requests are served again
                 self.engine.free()
                 self._later.clear()
                 for asked in list(self._asked.values()):
                     self._end(asked, error)
-        self._obey(wait=False)  # so that requests that arrived during a hold are cancelled too
+        self._run_commands(wait=False)  # so that requests that arrived during a hold are cancelled too
         for asked in list(self._asked.values()):
             asked.future.cancel()
         for pending in self._unscored:
             pending.future.cancel()
-        self._obey(wait=False)
+        self._run_commands(wait=False)
         self._held.set()  # so that no caller of `hold` waits for a thread that has ended
 
-    def _obey(self, *, wait: bool) -> None:
+    def _run_commands(self, *, wait: bool) -> None:
         """Run all commands in the inbox; with `wait`, block until there is a first command."""
         try:
             while True:
@@ -207,7 +207,7 @@ class EngineService:
         except Empty:
             return
 
-    def _rest(self) -> None:
+    def _wait_for_resume(self) -> None:
         """Wait for `resume`; commands that arrive meanwhile stay in the inbox."""
         since = monotonic()
         self._held.set()
@@ -253,7 +253,7 @@ class EngineService:
         else:
             self.engine.enqueue(asked.sequence)
 
-    def _drew(self, asked: _PendingRequest, tokens: Sequence[int], logps: Sequence[float]) -> None:
+    def _on_tokens(self, asked: _PendingRequest, tokens: Sequence[int], logps: Sequence[float]) -> None:
         """Count the tokens that were read of a response, and pass them to its listener."""
         if not asked.began:
             asked.began = True

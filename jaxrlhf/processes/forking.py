@@ -165,7 +165,7 @@ class _Server:
             if self._bell.fileno() in ready:
                 self._bell.recv(4096)
                 self._reap()
-            if self._control.fileno() in ready and not self._obey():
+            if self._control.fileno() in ready and not self._run_commands():
                 return
 
     def _wait(self, limit_s: float) -> set[int]:
@@ -176,7 +176,7 @@ class _Server:
                 self._poll.unregister(self._outputs.pop(descriptor))  # the process has closed its streams
         return ready
 
-    def _obey(self) -> bool:
+    def _run_commands(self) -> bool:
         command, fds = b"", list[int]()
         while len(command) < COMMAND.size:
             arrived, more, _, _ = socket.recv_fds(self._control.socket, COMMAND.size - len(command), 1)

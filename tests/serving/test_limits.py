@@ -44,7 +44,7 @@ def settled(model, timeout_s=10.0) -> bool:
     """Wait until no request is in progress; return whether that happened."""
     obeyed = threading.Event()
     end = time.monotonic() + timeout_s
-    model.service._tell(obeyed.set)
+    model.service._enqueue(obeyed.set)
     while (model.service.waiting or not obeyed.is_set()) and time.monotonic() < end:
         time.sleep(0.02)
     return obeyed.is_set() and not model.service.waiting
@@ -99,7 +99,7 @@ def test_too_many_requests_get_429_and_closed_connections_free_slots(serving, cl
     address, model = serving[0].address, serving[1]
     long = {**ASKED, "max_tokens": 128, "min_tokens": 128, "stream": True, "n": 4}
     cancelled, gate = model.service.counts.cancelled, threading.Event()
-    model.service._tell(lambda: gate.wait(60))  # keeps requests in progress
+    model.service._enqueue(lambda: gate.wait(60))  # keeps requests in progress
     with (
         httpx.Client(base_url=address, headers=client.headers) as other,
         other.stream("POST", "/v1/completions", json=long),
