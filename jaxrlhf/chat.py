@@ -1,7 +1,7 @@
 """`python -m jaxrlhf.chat POLICY`: chat with a policy in the terminal.
 
 POLICY is an argument of `python -m jaxrlhf.serve`, or the address of any server with OpenAI's API, such as
-`http://127.0.0.1:8000/v1`. The key of a server is `--key` or the environment variable OPENAI_API_KEY.
+`http://127.0.0.1:8000/v1`. The key of a server is `--api-key` or the environment variable OPENAI_API_KEY.
 """
 
 import argparse
@@ -33,13 +33,13 @@ def main() -> None:
         examples=[
             ("runs/ppo_gsm8k --system 'Be brief.'", "with the policy of a run"),
             ("runs/grpo_shapes --vision", "with a vision-language policy: /image FILE attaches an image"),
-            ("http://127.0.0.1:8000/v1 --key sk-...", "with a server"),
+            ("http://127.0.0.1:8000/v1 --api-key sk-...", "with a server"),
         ],
     )
     add_policy_flags(command, also=", or address of a server")
     command.add_argument("--vision", action="store_true", help="also load the vision tower of the policy")
     command.add_argument("--model", help="name of the model on the server; default: its first model")
-    command.add_argument("--key", help="API key of the server; default: the environment variable OPENAI_API_KEY")
+    command.add_argument("--api-key", help="API key of the server; default: the environment variable OPENAI_API_KEY")
     command.add_argument("--system", help="system prompt")
     command.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0 is greedy")
     command.add_argument("--seed", type=int, help="sampling seed; equal seeds give equal answers")
@@ -124,7 +124,7 @@ def _client(flags: argparse.Namespace, stack: ExitStack) -> tuple[Any, str]:
     from openai import APIError, OpenAI
 
     if flags.policy.startswith(_ADDRESS):
-        key = flags.key or os.environ.get("OPENAI_API_KEY") or "none"
+        key = flags.api_key or os.environ.get("OPENAI_API_KEY") or "none"
         client = stack.enter_context(OpenAI(base_url=flags.policy.rstrip("/"), api_key=key))
         try:
             names = [flags.model] if flags.model else [model.id for model in client.models.list()]

@@ -27,17 +27,17 @@ def main() -> None:
     command.add_argument("--name", help="name of the model in the API; default: the last part of the policy's path")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every address")
     command.add_argument("--port", type=int, default=8000, help="port to listen on; 0 chooses a free port")
-    command.add_argument("--token", help="API key that requests need; default: a new key, which is printed")
-    command.add_argument("--no-token", action="store_true", help="accept requests without a key")
+    command.add_argument("--api-key", help="API key that requests need; default: a new key, which is printed")
+    command.add_argument("--no-api-key", action="store_true", help="accept requests without a key")
     command.add_argument("--requests", type=int, default=1024, help="largest number of requests in progress")
     command.add_argument("--timeout", type=float, default=600.0, help="time limit of an answer in seconds")
     add_engine_flags(command)
     flags: argparse.Namespace = command.parse_args()
-    if flags.token and flags.no_token:
-        raise Refusal("--token and --no-token cannot be combined; give only one")
+    if flags.api_key and flags.no_api_key:
+        raise Refusal("--api-key and --no-api-key cannot be combined; give only one")
     flags.name = flags.name or Path(flags.policy).name or Path(flags.policy).resolve().name  # the name of "." is empty
     limits = ServingLimits(requests=flags.requests, request_s=flags.timeout)
-    token = None if flags.no_token else flags.token or f"sk-{secrets.token_urlsafe(24)}"
+    token = None if flags.no_api_key else flags.api_key or f"sk-{secrets.token_urlsafe(24)}"
 
     from jaxrlhf.trainer.failures import one_message
 

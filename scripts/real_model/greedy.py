@@ -24,7 +24,7 @@ def messages(given: Given) -> list[list[dict[str, str]]]:
 @contextmanager
 def _server(given: Given) -> Iterator[str]:
     """Address of `jaxrlhf serve` with the model."""
-    flags = f"--port 0 --no-token --dtype float32 --slots {SLOTS} --context {CONTEXT} --max-tokens {TOKENS}"
+    flags = f"--port 0 --no-api-key --dtype float32 --slots {SLOTS} --context {CONTEXT} --max-tokens {TOKENS}"
     command = [sys.executable, "-m", "jaxrlhf.serve", str(given.model), *flags.split()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

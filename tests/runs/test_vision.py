@@ -122,7 +122,7 @@ def answered(policy, monkeypatch):
     monkeypatch.setattr(Server, "wait", ask)
     sizes = "--context 64 --max-tokens 16 --slots 8 --dtype float32 --port 0"
     monkeypatch.setattr(
-        sys, "argv", ["serve", str(policy), "--vision", "--name", "seen", "--token", "a-key", *sizes.split()]
+        sys, "argv", ["serve", str(policy), "--vision", "--name", "seen", "--api-key", "a-key", *sizes.split()]
     )
     serve.main()
     (answer,) = answers

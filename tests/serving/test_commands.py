@@ -63,7 +63,7 @@ def test_chat_keeps_its_history_and_survives_an_error(server, monkeypatch, capsy
     address, key = server
     asked = iter(["Tom has 3.", "/again", "/new", "x" * 200, "Tom?", ""])
     monkeypatch.setattr(type(default_console()), "input", lambda self, prompt: next(asked))
-    monkeypatch.setattr(sys, "argv", ["chat", address, "--key", key, "--seed", "1", "--max-tokens", "4"])
+    monkeypatch.setattr(sys, "argv", ["chat", address, "--api-key", key, "--seed", "1", "--max-tokens", "4"])
     chat.main()
     shown = capsys.readouterr().out
     assert "mine:" in shown
