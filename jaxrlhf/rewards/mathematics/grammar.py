@@ -1,9 +1,10 @@
 """Parser of answers: quantities, lists, intervals, relations and tables; it reads the whole text or fails."""
 
+from dataclasses import replace
 from typing import Any
 
 from jaxrlhf.rewards.mathematics.arithmetic import ExpressionReader
-from jaxrlhf.rewards.mathematics.expressions import Expr, number, operation
+from jaxrlhf.rewards.mathematics.expressions import Expr, number, operation, real
 from jaxrlhf.rewards.mathematics.sets import joined, unitless, without
 from jaxrlhf.rewards.mathematics.tokens import Token, Unread
 from jaxrlhf.rewards.mathematics.units import amount_of
@@ -18,14 +19,16 @@ from jaxrlhf.rewards.mathematics.values import (
     Table,
     Union,
     Words,
+    both_signs,
 )
-from jaxrlhf.rewards.mathematics.words import NOISE, UNITS, VERBS
+from jaxrlhf.rewards.mathematics.words import NOISE, ORDINALS, UNITS, VERBS
 
 _SIGNS = {"=": "=", "<": "<", ">": ">"}
 _COMMANDS = {"le": "<=", "ge": ">=", "ne": "!=", "neq": "!=", "lt": "<", "gt": ">", "approx": "=", "in": "in"}
 _JOINERS = {",": ",", ";": ",", "and": "and", "or": "or", "lor": "or", "land": "and", "vee": "or", "wedge": "and",
-            "&": "and"}  # fmt: skip
-_CURRENCIES = ("$", "£", "€", "¥", "₹")
+            "&": "and", "\\\\": ","}  # fmt: skip
+_CURRENCIES = {"euro": "€", "texteuro": "€", "pounds": "£", "textsterling": "£", **{sign: sign for sign in "$£€¥₹"}}
+_BEFORE_UNIT = ("/", "per", "sq", "square", "cu", "cubic")
 _LEADING = ("approx", "approximately", "about", "exactly", "roughly", "around", "only", "the")
 _MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _MOST_UNIT_WORDS = 3
@@ -63,7 +66,7 @@ class AnswerReader(ExpressionReader):
             found.append(self.item())
         if logical and not all(isinstance(each, Relation) for each in found):
             raise Unread("a logical sign between values that are not relations")
-        found = [each for one in found for each in _both_signs(one)]
+        found = [each for one in found for each in both_signs(one)]
         families = [each for each in found if isinstance(each, SolutionFamily) and each.value is None]
         if families and len(found) > len(families):
             (clause, *_), rest = families, [each for each in found if each not in families]
@@ -122,6 +125,8 @@ class AnswerReader(ExpressionReader):
                 return self.congruence(sides[0])
             sides.append(self.side())
             signs.append(sign)
+        if not signs and self.accept("pmod"):
+            return Congruence(None, (unitless(sides[0]),), self.argument())
         if not signs:
             return sides[0]
         if signs == ["in"]:
@@ -152,18 +157,20 @@ class AnswerReader(ExpressionReader):
 
     def congruence(self, left: Any) -> Congruence:
         """Read the rest of a congruence, after its sign."""
-        right = self.sum()
+        rests = [self.expr(self.sum())]
+        while self.accept(",", "or", "and"):
+            rests.append(self.expr(self.sum()))
         self.accept("(")
         if not (self.accept("pmod") or self.accept("mod") or self.accept("bmod")):
             raise Unread("a congruence without its modulus")
         modulus = self.argument()
         self.accept(")")
-        return Congruence(unitless(left), right, modulus)
+        return Congruence(unitless(left), tuple(rests), modulus)
 
     def side(self) -> Any:
         """Read a union of sets, or a quantity."""
         value = self.quantity()
-        while (token := self.peek()) is not None and token.kind == "command" and token.text in ("cup", "setminus"):
+        while (token := self.peek()) is not None and token.text in ("cup", "setminus", "backslash", "-"):
             self.place += 1
             other = self.quantity()
             value = joined(value, other) if token.text == "cup" else without(value, other)
@@ -176,20 +183,25 @@ class AnswerReader(ExpressionReader):
         token = self.peek()
         if token is None:
             raise Unread("expected a quantity")
+        spelled = self.spelled() if self.depth == 0 else None
+        if spelled is not None:
+            return self.with_unit(spelled)
         if token.kind == "word":
             return self.words()
         negative = self.accept("-") if self.next_is(1, *_CURRENCIES) else False
-        if self.accept(*_CURRENCIES) or self.accept("pounds", "euro", "texteuro", "textsterling"):
-            self.accept("\\ ")
+        money = _CURRENCIES[self.tokens[self.place - 1].text] if self.accept(*_CURRENCIES) else ""
         value = self.sum()
         if isinstance(value, Expr) and negative:
             value = operation("neg", value)
         if not isinstance(value, Expr):
             return value
-        self.accept("$", "€", "£")
+        money = _CURRENCIES[self.tokens[self.place - 1].text] if self.accept(*_CURRENCIES) else money
         if self.next_is(0, ":"):
             return self.ratio(value)
         quantity = self.with_unit(value)
+        if money and not quantity.percent:
+            rate = quantity.unit if quantity.unit.startswith(("per ", "/ ")) else ""
+            quantity = replace(quantity, unit=f"{money} {rate}".strip())
         more = [quantity]
         while quantity.unit and (token := self.peek()) is not None and token.kind == "number":
             more.append(self.with_unit(self.expr(self.sum())))
@@ -222,7 +234,10 @@ class AnswerReader(ExpressionReader):
     def with_unit(self, value: Expr) -> Quantity:
         """Read a percent sign, degrees, or the words of a unit."""
         if value.head == "degree":
-            return Quantity(value.args[0], "degree")
+            scales = {"C": "celsius", "F": "fahrenheit"}
+            scale = scales[self.tokens[self.place].text] if self.next_is(0, *scales) else ""
+            self.place += bool(scale)
+            return Quantity(value.args[0], scale or "degree")
         base, self.base = self.base, None
         if base is not None:
             if value.head != "number":
@@ -235,25 +250,29 @@ class AnswerReader(ExpressionReader):
             if token.kind == "word" and token.text not in _JOINERS:
                 if token.text.lower() in VERBS:
                     raise Unread("a sentence after a number")
-                words.append(token.text.lower())
-            elif words and token.text == "^" and self.next_is(1, "2", "3", "{"):
+                words.append(token.text)
+            elif words and token.text == "^" and self.next_is(1, "2", "3", "{", "-"):
                 self.place += 1
-                words[-1] += "^" + str(self.argument().args[0])
+                exponent = real(self.argument())
+                if exponent is None or exponent != int(exponent):
+                    raise Unread("a unit with an exponent that is not a whole number")
+                words[-1] += f"^{int(exponent)}"
                 continue
-            elif words and token.text == "/" and self.follows_unit():
+            elif token.text == "/" and self.follows_unit():
                 words.append("/")
-            elif words and words[-1] == "/" and token.kind == "letter":
+            elif words and words[-1] in _BEFORE_UNIT and token.kind == "letter":
                 words.append(token.text)
             else:
                 break
             self.place += 1
-        if words and words[0] in _MULTIPLES:
-            value = operation("mul", value, number(_MULTIPLES[words.pop(0)]))
-        cut = next((place for place, word in enumerate(words) if word in NOISE), len(words))
+        if words and words[0].lower() in _MULTIPLES:
+            value = operation("mul", value, number(_MULTIPLES[words.pop(0).lower()]))
+        inches = len(words) - (words[-1:] == ["in"])
+        cut = next((place for place, word in enumerate(words[:inches]) if word.lower() in NOISE), len(words))
         unit = " ".join(words[:cut])
         if cut > _MOST_UNIT_WORDS:
             raise Unread("a sentence after a number")
-        if unit == "percent":
+        if unit.lower() == "percent":
             return Quantity(value, percent=True)
         return Quantity(value, unit)
 
@@ -270,7 +289,8 @@ class AnswerReader(ExpressionReader):
                 raise Unread("a command within words")
             found += token.text
             self.place += 1
-        return Words(found.lower().replace(".", ""))
+        text = found.lower().replace(".", "").rstrip("!?")
+        return Quantity(number(ORDINALS[text]), "th") if text in ORDINALS else Words(text)
 
     def bracketed(self, opened: str) -> Any:
         """Read the content of brackets: a group, a point, an interval or a set."""
@@ -286,10 +306,13 @@ class AnswerReader(ExpressionReader):
             raise Unread("empty brackets")
         inner = self.values(opened)
         if opened == "\\{" and (self.accept("|", ":", "mid")):
-            inner = self.values("")
+            condition = self.values("")
             if not self.accept(*closers):
                 raise Unread("a set is not closed")
-            return inner
+            if isinstance(condition, SolutionFamily) and condition.value is None:
+                (formula,) = inner.values
+                return SolutionFamily(formula, condition.name, condition.domain)
+            return condition
         if not self.accept(*closers):
             raise Unread(f"{opened} is not closed")
         shut = self.tokens[self.place - 1].text
@@ -306,6 +329,8 @@ class AnswerReader(ExpressionReader):
     def table(self) -> Table:
         """Read an environment of rows, after `\\begin`."""
         kind = self.subscript().rstrip("*")
+        if kind == "vmatrix":
+            raise Unread("a determinant")
         rows: list[list[list[Token]]] = [[[]]]
         depth = 0
         while self.place < len(self.tokens):
@@ -366,23 +391,3 @@ def _only_symbol(expr: Expr) -> str:
     if expr.head in ("i", "e"):
         return expr.head
     raise Unread("a formula before a membership sign")
-
-
-def _both_signs(value: Any) -> list[Any]:
-    """Return a value, or the two values that its plus-minus sign stands for."""
-    replaced = [_with_sign(value, sign) for sign in (1, -1)]
-    return [value] if replaced[0] == value else replaced
-
-
-def _with_sign(value: Any, sign: int) -> Any:
-    match value:
-        case Expr(head="plusminus", args=(inner, which)):
-            return _with_sign(inner, sign) if which * sign > 0 else operation("neg", _with_sign(inner, sign))
-        case Expr(head=head, args=args):
-            return Expr(head, tuple(_with_sign(arg, sign) if isinstance(arg, Expr) else arg for arg in args))
-        case Quantity():
-            return Quantity(_with_sign(value.expr, sign), value.unit, value.percent, value.base, value.digits)
-        case Relation():
-            sides = tuple(_with_sign(side, sign) for side in value.sides)
-            return Relation(sides, value.signs, value.named)
-    return value

@@ -29,6 +29,7 @@ _REPEATING = re.compile(
 )
 _TEXTS = ("text", "textrm", "textbf", "textit", "textsf", "mbox", "hbox", "mathrm", "operatorname", "operatorname*",
           "mathbf", "mathsf", "vec", "hat", "mathnormal", "texttt", "mathtt", "mathcal", "overrightarrow")  # fmt: skip
+_AFTER_UNIT = re.compile(r"\s+\d|\s*/\s*([A-Za-z]+)")
 _DRESSED = ("mathbf", "vec", "hat", "overrightarrow", "mathcal")
 
 
@@ -92,8 +93,11 @@ def tokens_of(text: str) -> list[Token]:
             found.append(Token("number", part, Fraction(int(top), int(bottom)), spaced))
             place = end + 1
         else:
-            minutes = part == "min" and not text[place:].lstrip().startswith(("(", "{", "_"))
-            found += [Token("word", part, None, spaced)] if minutes else _tokens(kind or "", match, part, spaced)
+            unit = part == "min" and not text[place:].lstrip().startswith(("(", "{", "_"))
+            if part in UNITS and spaced and found and found[-1].kind == "number":
+                after = _AFTER_UNIT.match(text, place)
+                unit |= after is not None and after[1] in (None, *UNITS)
+            found += [Token("word", part, None, spaced)] if unit else _tokens(kind or "", match, part, spaced)
         spaced = False
     return found
 
@@ -143,9 +147,12 @@ def _text_tokens(command: str, inside: str, spaced: bool) -> list[Token]:
         return tokens_of(inside)
     if re.fullmatch(r"[A-Za-z]", inside) and not command.startswith("text"):  # `\\mathrm{~m}` is a unit
         return [Token("letter", bare, None, spaced)]
+    if bare.lower() in CONSTANTS:
+        return [Token("constant", CONSTANTS[bare.lower()], None, spaced)]
     if bare in FUNCTIONS and bare != "min":
         return [Token("function", bare, None, spaced)]
     tokens: list[Token] = []
+    inside = re.sub(r"\\cdot\b", " ", inside)  # between units
     for word in re.findall(r"[^\W\d_]+(?:['\-.][^\W\d_]+)*\.?|\d+(?:\.\d+)?|[^\s]", inside):
         if word[0].isdigit():
             tokens.append(Token("number", word, Fraction(word), True))
