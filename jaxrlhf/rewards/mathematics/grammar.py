@@ -223,6 +223,7 @@ class AnswerReader(ExpressionReader):
         texts = [token.text for token in self.tokens[start : self.place] if token.text != ":"]
         clock = len(texts) == len(parts) and texts[0].isdigit() and int(texts[0]) <= 24
         clock = clock and all(len(text) == 2 and text.isdigit() and int(text) < 60 for text in texts[1:])
+        clock = clock and (len(texts) == 2 or any(text.startswith("0") for text in texts))
         suffix = ""
         while (token := self.peek()) is not None and token.kind == "word":
             suffix += token.text.replace(".", "").lower()
