@@ -68,6 +68,11 @@ FORMS = {
     r"90\text{ minutes}": (["1 h 30 min", "1.5 hours"], ["1 h 20 min", "1.3 hours"]),
     r"5\text{ ft }4\text{ in}": (["64 in", "5 feet 4 inches"], ["54 in", "5.4 ft"]),
     r"100^\circ\text{C}": (["100", r"100^\circ\mathrm{C}", "100 degrees Celsius"], ["100°F", "10°C"]),
+    r"-45^\circ": (["-45", "-45°", r"-\frac{\pi}{4}"], ["45", "45°"]),
+    r"3.6\times10^6\text{ J}": (["3.6 MJ", "3600 kJ"], ["3.6 mJ", "3.6 kJ"]),
+    r"50\text{ kg}\cdot\text{m/s}": ([r"50\text{ kg m/s}", "50"], [r"50\text{ kg}\cdot\text{m}"]),
+    "A(1,2)": (["(1,2)", "A=(1,2)"], ["A(2,1)", "3A"]),
+    "A(1,2), B(3,4)": (["B(3,4), A(1,2)"], ["A(3,4), B(1,2)", "A(1,2)"]),
     "5 m": (["5m", r"m\cdot 5"], ["5", "m", "5n"]),  # letters may be variables
     "$0.75": (["75 cents", "75¢", "0.75", r"\$0.75"], ["0.75 cents", "75", "$75"]),
     r"\$12\text{ per hour}": ([r"\$12", r"\$12/\text{hour}", "12"], [r"\$12\text{ per day}", r"\$13"]),

@@ -136,7 +136,8 @@ class ExpressionReader(ABC):
             if token.text == "^":
                 self.place += 1
                 if isinstance(value, Items | Table) and self.argument() == symbol("T"):
-                    value = Table(tuple(zip(*value.rows, strict=True))) if isinstance(value, Table) else value
+                    rows = tuple(zip(*value.rows, strict=True)) if isinstance(value, Table) else (value.values,)
+                    value = Table(rows)
                     continue
                 if self.degrees():
                     value = operation("degree", self.expr(value))

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrlhf.rewards.mathematics.arithmetic import ExpressionReader
-from jaxrlhf.rewards.mathematics.expressions import Expr, number, operation, real
+from jaxrlhf.rewards.mathematics.expressions import Expr, number, operation, real, symbol
 from jaxrlhf.rewards.mathematics.sets import joined, unitless, without
-from jaxrlhf.rewards.mathematics.tokens import Token, Unread
+from jaxrlhf.rewards.mathematics.tokens import CLOSED, OPENED, Token, Unread, is_name
 from jaxrlhf.rewards.mathematics.units import amount_of
 from jaxrlhf.rewards.mathematics.values import (
     Compound,
@@ -32,10 +32,6 @@ _BEFORE_UNIT = ("/", "per", "sq", "square", "cu", "cubic")
 _LEADING = ("approx", "approximately", "about", "exactly", "roughly", "around", "only", "the")
 _MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _MOST_UNIT_WORDS = 3
-_OPENED, _CLOSED = (
-    ("(", "[", "\\{", "{", "langle", "lfloor", "lceil"),
-    (")", "]", "\\}", "}", "rangle", "rfloor", "rceil"),
-)
 
 
 class AnswerReader(ExpressionReader):
@@ -79,7 +75,7 @@ class AnswerReader(ExpressionReader):
     def closing(self) -> bool:
         """Return whether the next token closes a bracket, or none is left."""
         token = self.peek()
-        return token is None or token.text in _CLOSED
+        return token is None or token.text in CLOSED
 
     def item(self) -> Any:
         """Read one value: a chain of comparisons, or one side."""
@@ -90,6 +86,13 @@ class AnswerReader(ExpressionReader):
             if isinstance(inner, Relation) and set(inner.signs) == {"="}:
                 return Relation((name, *inner.sides), ("=", *inner.signs), named=True)
             return Relation((name, inner), ("=",), named=True)
+        token, start = self.peek(), self.place
+        if token is not None and token.kind == "letter" and token.text.isupper() and self.next_is(1, "("):
+            self.place += 2
+            point = self.bracketed("(")
+            if isinstance(point, Items):
+                return Relation((Quantity(symbol(token.text)), point), ("=",), named=True)
+            self.place = start
         return self.chain()
 
     def name(self) -> Any:
@@ -97,7 +100,7 @@ class AnswerReader(ExpressionReader):
         depth, end = 0, self.place
         while end < len(self.tokens):
             token = self.tokens[end]
-            depth += (token.text in _OPENED) - (token.text in _CLOSED)
+            depth += (token.text in OPENED) - (token.text in CLOSED)
             if depth < 0 or (depth == 0 and token.text in _JOINERS and token.kind != "letter"):
                 return None
             if depth == 0 and (token.text == "=" or (token.kind == "command" and token.text == "approx")):
@@ -106,7 +109,7 @@ class AnswerReader(ExpressionReader):
                 return None
             end += 1
         left = self.tokens[self.place : end]
-        if end == len(self.tokens) or not left or not _is_name(left):
+        if end == len(self.tokens) or not left or not is_name(left):
             return None
         start, self.place = self.place, end
         if left[0].kind == "letter" and (len(left) == 1 or left[1].text == "_"):
@@ -239,6 +242,8 @@ class AnswerReader(ExpressionReader):
             scale = scales[self.tokens[self.place].text] if self.next_is(0, *scales) else ""
             self.place += bool(scale)
             return Quantity(value.args[0], scale or "degree")
+        if value.head == "neg" and value.args[0].head == "degree":
+            return Quantity(operation("neg", value.args[0].args[0]), "degree")
         base, self.base = self.base, None
         if base is not None:
             if value.head != "number":
@@ -261,6 +266,8 @@ class AnswerReader(ExpressionReader):
                 continue
             elif token.text == "/" and self.follows_unit():
                 words.append("/")
+            elif words and token.text in ("cdot", "*") and self.follows_unit():
+                pass
             elif words and words[-1] in _BEFORE_UNIT and token.kind == "letter":
                 words.append(token.text)
             else:
@@ -271,7 +278,7 @@ class AnswerReader(ExpressionReader):
         inches = len(words) - (words[-1:] == ["in"])
         cut = next((place for place, word in enumerate(words[:inches]) if word.lower() in NOISE), len(words))
         unit = " ".join(words[:cut])
-        if cut > _MOST_UNIT_WORDS:
+        if cut - words[:cut].count("/") > _MOST_UNIT_WORDS:
             raise Unread("a sentence after a number")
         if unit.lower() == "percent":
             return Quantity(value, percent=True)
@@ -282,10 +289,10 @@ class AnswerReader(ExpressionReader):
         after = self.tokens[self.place + 1 : self.place + 2]
         return any(token.kind == "word" or token.text in UNITS for token in after)
 
-    def words(self) -> Words:
-        """Read words, and numbers and signs between them, up to a comma, semicolon, equals sign or closing bracket."""
+    def words(self) -> Words | Quantity:
+        """Read an ordinal number, or words with numbers and signs, up to a comma, semicolon, equals sign or bracket."""
         found = ""
-        while (token := self.peek()) is not None and token.text not in (",", ";", "=", *_CLOSED):
+        while (token := self.peek()) is not None and token.text not in (",", ";", "=", *CLOSED):
             if token.kind not in ("word", "letter", "sign", "number", "constant", "function"):
                 raise Unread("a command within words")
             found += token.text
@@ -363,27 +370,6 @@ def _without_condition(cell: list[Token]) -> list[Token]:
     while cell and cell[-1].text in (",", ";", "."):
         cell = cell[:-1]
     return cell or [Token("word", "otherwise")]
-
-
-def _is_name(tokens: list[Token]) -> bool:
-    """Return whether tokens before an equals sign are a name rather than a formula."""
-    if [token.text for token in tokens[1:6]] == ["^", "{", "-", "1", "}"]:  # the name of an inverse function
-        tokens = [*tokens[:1], *tokens[6:]]
-    depth, before = 0, ""
-    for token in tokens:
-        depth += (token.text in _OPENED) - (token.text in _CLOSED)
-        if token.kind == "number" and depth == 0 and before != "_":
-            return False
-        if depth == 0 and token.kind == "sign" and token.text in ("+", "-", "*", "/", "^", "%", "!", ":"):
-            return False
-        if token.kind == "function" or (
-            token.kind == "command" and token.text in ("frac", "sqrt", "times", "cdot", "begin")
-        ):
-            return False
-        before = token.text
-    letters = [token for token in tokens if token.kind == "letter"]
-    plain = all(token.kind == "letter" for token in tokens)
-    return not (plain and len(letters) > 1 and any(letter.text in "xyz" for letter in letters))
 
 
 def _only_symbol(expr: Expr) -> str:

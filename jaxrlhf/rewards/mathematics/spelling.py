@@ -54,6 +54,7 @@ _NOTATIONS = tuple(
         (r",?\s*\(\s*([a-z]\s*\\in\s*\\mathbb\s*\{?[A-Z]\}?)\s*\)", r", \1"),
         (r"\(\s*\\?(?:mod|bmod|operatorname\{mod\}|mathrm\{mod\})\s*\{?(\w+)\}?\s*\)", r"\\pmod{\1}"),
         (r"\\not\s*=", r"\\ne "),
+        (r"\{:\}", ":"),
         (r"\\colon(?![A-Za-z])|(?<=\d)\s*(?:\\text\s*\{\s*)?\bto\b\s*\}?\s*(?=\d)", ":"),
         (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r"\\times "),
         (r"\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?", r"\\overline{\1\2\3}"),

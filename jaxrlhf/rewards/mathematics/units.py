@@ -57,7 +57,8 @@ def _known() -> dict[str, Unit]:
     return found | names | synonyms
 
 
-_KNOWN = _known()
+KNOWN_UNITS = _known()
+"""Units by their symbols and names."""
 
 Measure = tuple[Fraction, frozenset[tuple[str, int]]]
 """Factor of a unit, and the exponents of its kinds, such as 1 for length and -1 for time."""
@@ -92,7 +93,7 @@ def measure(text: str) -> Measure:
 def _unit(word: str) -> Unit:
     lower = word.lower().replace("metre", "meter").replace("litre", "liter")
     singular = _singular(lower)
-    return _KNOWN.get(word) or _KNOWN.get(lower) or _KNOWN.get(singular) or Unit(Fraction(1), singular)
+    return KNOWN_UNITS.get(word) or KNOWN_UNITS.get(lower) or KNOWN_UNITS.get(singular) or Unit(Fraction(1), singular)
 
 
 def _singular(word: str) -> str:
