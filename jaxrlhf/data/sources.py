@@ -308,8 +308,8 @@ def _answering(messages: Sequence[Any]) -> int:
     return sum(1 for _ in takewhile(lambda role: role == "assistant", _roles(reversed(messages))))
 
 
-def _roles(messages: Iterable[Any]) -> Iterator[str | None]:
-    speakers = (one.get("role") or one.get("from") for one in messages if isinstance(one, Mapping))
+def _roles(messages: Iterable[Any]) -> Iterator[str]:
+    speakers = (str(one.get("role") or one.get("from")) for one in messages if isinstance(one, Mapping))
     return (SHAREGPT.get(speaker, speaker) for speaker in speakers)
 
 

@@ -1,5 +1,7 @@
 """Spellings of answers by kind: right spellings, and wrong answers close to them, derived by hand."""
 
+import time
+
 import pytest
 
 from jaxrlhf.rewards.mathematics import same_answer
@@ -73,6 +75,11 @@ FORMS = {
     r"50\text{ kg}\cdot\text{m/s}": ([r"50\text{ kg m/s}", "50"], [r"50\text{ kg}\cdot\text{m}"]),
     "A(1,2)": (["(1,2)", "A=(1,2)"], ["A(2,1)", "3A"]),
     "A(1,2), B(3,4)": (["B(3,4), A(1,2)"], ["A(3,4), B(1,2)", "A(1,2)"]),
+    "(x-2)(x+3)=0": (["x^2+x-6=0", "(x+3)(x-2)=0"], ["0", "(x-3)(x+2)=0"]),
+    "0": (["x=0", "zero"], ["x(x-1)=0", "(x-1)(x+1)=0", r"\emptyset"]),
+    "(f+g)(x)=x^2": (["x^2"], ["x"]),
+    "0.5 cm": (["0.5", "5 mm"], [r"50\%"]),
+    "2": (["two"], ["two five", "two hundred five"]),
     "5 m": (["5m", r"m\cdot 5"], ["5", "m", "5n"]),  # letters may be variables
     "$0.75": (["75 cents", "75¢", "0.75", r"\$0.75"], ["0.75 cents", "75", "$75"]),
     r"\$12\text{ per hour}": ([r"\$12", r"\$12/\text{hour}", "12"], [r"\$12\text{ per day}", r"\$13"]),
@@ -146,3 +153,10 @@ def test_spellings_of_an_answer(reference):
 )
 def test_answers_in_sentences(response, answer, right):
     assert same_answer("", response, answer, {}) == right
+
+
+def test_long_gaps_cost_little_time():
+    start = time.thread_time()
+    assert same_answer("", "so " + " " * 60_000 + "the answer is 7", "7", {}) == 1
+    assert same_answer("", rf"\boxed{{{'( ,' * 600}}}", "7", {}) == 0
+    assert time.thread_time() - start < 2.0

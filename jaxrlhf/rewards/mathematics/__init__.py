@@ -14,14 +14,12 @@ from jaxrlhf.rewards.mathematics.equality import equal, rounds
 from jaxrlhf.rewards.mathematics.expressions import number, operation, real
 from jaxrlhf.rewards.mathematics.options import same_option, text_of_option
 from jaxrlhf.rewards.mathematics.reading import read_answer, squeezed
-from jaxrlhf.rewards.mathematics.spelling import undressed, without_commas
+from jaxrlhf.rewards.mathematics.spelling import LONGEST, undressed, without_commas
 from jaxrlhf.rewards.mathematics.stated import reference_text, stated_answer
 from jaxrlhf.rewards.mathematics.values import Quantity
 
 _LOGARITHM = re.compile(r"\\?(?<![A-Za-z])log(?![A-Za-z_])(?!\s*_)")
 _INDIAN = re.compile(r"(?<![\d,.])\d{1,2}(?:,\d\d)+,\d{3}(?![\d,])")
-_LONGEST = 2000
-"""Maximum number of characters of an answer that is parsed; a longer answer is compared as text only."""
 
 
 def same_answer(
@@ -52,7 +50,7 @@ def same_text(given: str, expected: str) -> bool:
     text = text_of_option(given)
     if text is not None and same_text(text, expected):
         return True
-    if len(given) > _LONGEST or len(expected) > _LONGEST:
+    if len(given) > LONGEST or len(expected) > LONGEST:
         return False
     reference, bare = without_commas(undressed(expected)), undressed(given)
     # The answer 100,200 may be one number or two: it is read in both ways and compared with the reference.
@@ -68,7 +66,7 @@ def _same_values(given: Any, expected: Any) -> bool:
     """Return whether two values are equal; percent below a reference of less than 1 are its hundredth."""
     if isinstance(given, Quantity) and isinstance(expected, Quantity) and given.percent and not expected.percent:
         size = real(expected.expr)
-        if size is not None and abs(size) < 1:
+        if size is not None and abs(size) < 1 and not expected.unit:
             given = Quantity(operation("div", given.expr, number(100)))
     return equal(given, expected)
 

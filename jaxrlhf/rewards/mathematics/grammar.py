@@ -21,7 +21,7 @@ from jaxrlhf.rewards.mathematics.values import (
     Words,
     both_signs,
 )
-from jaxrlhf.rewards.mathematics.words import NOISE, ORDINALS, UNITS, VERBS
+from jaxrlhf.rewards.mathematics.words import NOISE, NUMBERS, ORDINALS, UNITS, VERBS
 
 _SIGNS = {"=": "=", "<": "<", ">": ">"}
 _COMMANDS = {"le": "<=", "ge": ">=", "ne": "!=", "neq": "!=", "lt": "<", "gt": ">", "approx": "=", "in": "in"}
@@ -254,7 +254,7 @@ class AnswerReader(ExpressionReader):
         words: list[str] = []
         while (token := self.peek()) is not None:
             if token.kind == "word" and token.text not in _JOINERS:
-                if token.text.lower() in VERBS:
+                if token.text.lower() in VERBS or token.text.lower() in NUMBERS:
                     raise Unread("a sentence after a number")
                 words.append(token.text)
             elif words and token.text == "^" and self.next_is(1, "2", "3", "{", "-"):

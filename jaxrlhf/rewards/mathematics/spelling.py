@@ -26,6 +26,8 @@ _EMPHASIS = re.compile(r"(?<![\w*])(\*\*|__|\*|`)(?=\S)(.*?\S)\1(?![\w*])")
 _HALF_DAY = re.compile(r"(?<=:\d\d)\s*([ap])\.\s?m\b", re.IGNORECASE)
 _COMMAS = re.compile(r"(?<![\d.,^_])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _PUNCTUATION = " \t\n.,;:?"
+LONGEST = 2000
+"""Maximum number of characters of an answer that is parsed; a longer answer is compared as text only."""
 _INTEGERS = r"(?:(?:any|an|all|every|each|some)\s+)?integers?"
 _BEFORE_SET = r"(^|[=,;(]\s*|\\(?:cup|cap|in|setminus)\s*)"
 _NOTATIONS = tuple(
@@ -47,10 +49,10 @@ _NOTATIONS = tuple(
         # Memberships: `(k ∈ Z)`, `where k is an integer`.
         (rf"\\text\s*\{{([^{{}}]*\b(?:{_INTEGERS}|where|for|mod)\b[^{{}}]*)\}}", r" \1 "),
         (
-            rf"[\s,;(]*(?:(?:where|for|with)\s)?\s*(?:{_INTEGERS}\s+([a-z])|([a-z])\s+is\s+{_INTEGERS})\b[\s)]*",
+            rf"(?<![\s,;(])[\s,;(]*(?:(?:where|for|with)\s)?\s*(?:{_INTEGERS}\s+([a-z])|([a-z])\s+is\s+{_INTEGERS})\b[\s)]*",
             r", \1\2\\in\\mathbb{Z}",
         ),
-        (r"[\s,;(]*\b(?:where|for|with)\s+(?=[a-z]\s*\\in)", ", "),
+        (r"(?<![\s,;(])[\s,;(]*\b(?:where|for|with)\s+(?=[a-z]\s*\\in)", ", "),
         (r",?\s*\(\s*([a-z]\s*\\in\s*\\mathbb\s*\{?[A-Z]\}?)\s*\)", r", \1"),
         (r"\(\s*\\?(?:mod|bmod|operatorname\{mod\}|mathrm\{mod\})\s*\{?(\w+)\}?\s*\)", r"\\pmod{\1}"),
         (r"\\not\s*=", r"\\ne "),
@@ -104,9 +106,10 @@ def undressed(text: str) -> str:
     text = re.sub(r"\\left\s*\.|\\right\s*\.", " ", text)
     text = re.sub(r"(?<![a-z,;\s])(?<![a-z]\})\s*\\q?quad\s*(?=[A-Za-z](?:_\w)?\s*=)", ", ", text)
     text = _DRESS.sub(" ", text)
-    text = _SPACES.sub(" ", text).strip()
-    for pattern, replacement in _NOTATIONS:
-        text = pattern.sub(replacement, text)
+    text = " ".join(_SPACES.sub(" ", text).split())
+    if len(text) <= LONGEST:
+        for pattern, replacement in _NOTATIONS:
+            text = pattern.sub(replacement, text)
     text = _ENVIRONMENT.sub(" ", text)
     for _ in range(4):
         text = _WRAPS.sub(" ", text)

@@ -16,7 +16,7 @@ _FORMULA = re.compile(
     r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<![\\$])\$(?!\$)([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
 )
 _STATED = re.compile(
-    r"(?:final|correct|right)?\s*\b(?:answers?|results?|solutions?|options?|choices?)[\s*_]*"
+    r"\b(?:answers?|results?|solutions?|options?|choices?)[\s*_]*"
     r"(?:(?:is|are|be|equals?)\b(?:\s+(?:therefore|thus|then|hence|simply|indeed))?[\s,]*:?|:|=)[\s*_]*",
     re.IGNORECASE,
 )

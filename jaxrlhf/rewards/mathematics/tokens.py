@@ -184,6 +184,10 @@ def is_name(tokens: list[Token]) -> bool:
     """Return whether tokens before an equals sign are a name rather than a formula."""
     if [token.text for token in tokens[1:6]] == ["^", "{", "-", "1", "}"]:  # the name of an inverse function
         tokens = [*tokens[:1], *tokens[6:]]
+    texts = [token.text for token in tokens]
+    product = "(" in (texts[0], *texts[1:2]) and texts[0] in (*"(abckmnxyz",) and "," not in texts
+    if product and {"+", "-"} & {*texts} and not {"f", "g", "h"} & {*texts}:
+        return False  # (x + 1)(x - 2) or x(x - 2), and not (f + g)(x)
     depth, before = 0, ""
     for token in tokens:
         depth += (token.text in OPENED) - (token.text in CLOSED)
