@@ -1,5 +1,6 @@
 """Spellings of answers by kind: right spellings, and wrong answers close to them, derived by hand."""
 
+import random
 import time
 
 import pytest
@@ -160,3 +161,84 @@ def test_long_gaps_cost_little_time():
     assert same_answer("", "so " + " " * 60_000 + "the answer is 7", "7", {}) == 1
     assert same_answer("", rf"\boxed{{{'( ,' * 600}}}", "7", {}) == 0
     assert time.thread_time() - start < 2.0
+
+
+ONES, TENS = (
+    words.split()
+    for words in (
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+        "seventeen eighteen nineteen",
+        "twenty thirty forty fifty sixty seventy eighty ninety",
+    )
+)
+
+
+def in_words(value):
+    """Return a number below 100 in words."""
+    return ONES[value] if value < 20 else TENS[value // 10 - 2] + (f"-{ONES[value % 10]}" if value % 10 else "")
+
+
+def made(dice):
+    """Yield references with right spellings and wrong answers close to them, computed from numbers."""
+    a = dice.randint(-9, 9)
+    b = a + dice.randint(1, 9)
+    yield f"({a},{b})", [f"]{a},{b}[", rf"x\in]{a};{b}["], [f"]{a},{b}]", f"[{a},{b}[", f"]{a},{b + 1}[", f"]{b},{a}["]
+    v = dice.randint(2, 90)
+    yield (
+        rf"{v}\text{{ m/s}}",
+        [f"{v} m/s", rf"{v}\,\mathrm{{m\,s^{{-1}}}}", rf"{v * 36 / 10:g}\text{{ km/h}}", rf"{v * 100}\text{{ cm/s}}"],
+        [f"{v + 1} m/s", f"{v} m", rf"{v}\text{{ km/h}}", rf"{v}\text{{ m/s}}^2", f"-{v} m/s", f"{v} s/m"],
+    )
+    yield rf"{v}\text{{ km}}", [f"{v * 1000} m", f"{v} km"], [f"{v * 100} m", f"{v} m", f"{v * 1000}", f"{v * 1000} km"]
+    yield f"${v}", [f"{v * 100} cents", f"{v}.00 dollars"], [f"{v} cents", f"{v * 100}", f"{v * 10} cents", f"-{v}"]
+    p, q = dice.randint(2, 9), dice.randint(1, 9)
+    yield (
+        f"f(x)={p}x^2-{q}x",
+        [f"f(t)={p}t^2-{q}t", f"{p}x^2-{q}x", f"y={p}x^2-{q}x"],
+        [f"f(t)={p}t^2+{q}t", f"f(t)={p + 1}t^2-{q}t", f"g(x)={p}x^2-{q}x", f"f(t)={p}x^2-{q}x"],
+    )
+    n = dice.randint(13, 98)
+    yield str(n), [in_words(n), rf"\text{{{in_words(n).replace('-', ' ')}}}"], [in_words(n - 1), in_words(n + 1)]
+    hour, minute = dice.randint(1, 11), dice.randint(10, 59)
+    yield (
+        f"{hour}:{minute} pm",
+        [f"{hour + 12}:{minute}", f"{hour}:{minute}"],
+        [f"{hour + 12}:{minute - 1}", f"{hour + 11}:{minute}", f"{hour}:{minute} am"],
+    )
+    m = dice.randint(5, 30)
+    r = dice.randint(0, m - 2)
+    yield (
+        rf"x\equiv {r}\pmod{{{m}}}",
+        [rf"x={m}k+{r}, k\in\mathbb{{Z}}", rf"{r + m}\pmod{{{m}}}", f"x ≡ {r} (mod {m})"],
+        [rf"x={m}k+{r + 1}, k\in\mathbb{{Z}}", rf"x={2 * m}k+{r}, k\in\mathbb{{Z}}", rf"{r + 1}\pmod{{{m}}}", str(r)],
+    )
+    x, y, z = dice.sample([-7, -5, -3, -2, 2, 3, 4, 6, 8, 9], 3)
+    yield (
+        f"x={x}, y={y}",
+        [f"({x},{y})", f"(x,y)=({x},{y})", rf"x={x}\quad y={y}", rf"\begin{{aligned}}x&={x}\\y&={y}\end{{aligned}}"],
+        [f"({y},{x})", f"(x,y)=({y},{x})", rf"x={x}\text{{ or }}y={y}", rf"x={y}\quad y={x}", f"({x},{y + 1})"],
+    )
+    yield (
+        f"({x},{y},{z})",
+        [rf"{x}\mathbf{{i}}{y:+}\mathbf{{j}}{z:+}\mathbf{{k}}", rf"({x},{y},{z})^T"],
+        [rf"{y}\mathbf{{i}}{x:+}\mathbf{{j}}{z:+}\mathbf{{k}}", rf"{x}\mathbf{{i}}{y:+}\mathbf{{j}}"],
+    )
+    head, tail = dice.randint(10, 999), dice.randint(100, 999)
+    yield f"{head}{tail}", [f"{head}'{tail}", f"{head}_{tail}"], [f"{head}'{1099 - tail}", str(head), str(tail)]
+
+
+def check_made(seed, rounds):
+    dice = random.Random(seed)
+    for _ in range(rounds):
+        for reference, right, wrong in made(dice):
+            assert [text for text in right if not same_answer("", rf"\boxed{{{text}}}", reference, {})] == [], reference
+            assert [text for text in wrong if same_answer("", rf"\boxed{{{text}}}", reference, {})] == [], reference
+
+
+def test_spellings_made_from_numbers():
+    check_made(0, 4)
+
+
+@pytest.mark.slow
+def test_spellings_made_from_numbers_at_length():
+    check_made(1, 300)
