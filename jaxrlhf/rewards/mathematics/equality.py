@@ -98,7 +98,7 @@ def _compare(one: Any, other: Any) -> bool | None:
             return _same_quantities(one, other)
         case (Compound(), Compound() | Quantity()):
             return _same_amounts(one, other)
-        case Items(), Quantity() if one.bracket in ("()", "[]") and other.expr.symbols():
+        case Items(), Quantity() if one.bracket == "()" and other.expr.symbols():
             return _same_components(one, other.expr)
         case Items(), (Compound() | Quantity()):
             amount = _compound_of(one)
@@ -218,7 +218,7 @@ def _same_functions(one: Relation, other: Relation) -> bool | None:
     The result is None if the names are of other forms.
     """
     left, right = (
-        re.fullmatch(r"(\w+(?:\^\{-1\})?)\((\w)\)", each.sides[0].text) if isinstance(each.sides[0], Words) else None
+        re.fullmatch(r"(\w+(?:\^\{-1\})?)\(([a-z])\)", each.sides[0].text) if isinstance(each.sides[0], Words) else None
         for each in (one, other)
     )
     values = [value_of(each) for each in (one, other)]
@@ -287,7 +287,7 @@ def _same_items(one: Items, other: Items) -> bool:
     if len(names[0] | names[1]) > 1 and (one.joiner == "or") != (other.joiner == "or"):
         return False
     named_apart = len(names[0] | names[1]) > 1 and not (names[0] and names[1])
-    if named_apart and all(each.bracket in ("", "()") for each in (one, other)):
+    if named_apart and all(each.bracket in ("", "{}", "()") for each in (one, other)):
         return all(map(equal, one.values, other.values))
     if ordered[0] != ordered[1]:
         return False
