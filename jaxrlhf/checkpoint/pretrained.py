@@ -24,7 +24,7 @@ from jaxrlhf.models.huggingface.config import labels_steps, read_config, read_fa
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.models.huggingface.load import Keep, Progress, check_head, check_params, load_params
 from jaxrlhf.models.huggingface.save import check_new, copy_description, read_dtypes, save_each
-from jaxrlhf.models.huggingface.tensor_files import INDEX, SINGLE
+from jaxrlhf.models.huggingface.tensor_files import INDEX, PICKLED, SINGLE
 from jaxrlhf.models.parameters import param_shapes, path_name
 
 WEIGHTS = "weights"
@@ -91,12 +91,15 @@ def check_pretrained(path: str | Path, config: ModelConfig, head: Head) -> None:
 def check_local(path: str | Path, head: Head, *, vision: bool = False) -> None:
     """Refuse a local checkpoint whose weights cannot all be read (see `check_pretrained`); one without weights passes.
 
+    Weights in pickles are refused too, because a run does not read them.
+
     Raises:
       Refusal: See `check_pretrained`.
     """
     local = Path(path).expanduser()
     files = (local, *(local / name for name in (SINGLE, INDEX)))
-    if is_converted(local) or any(file.is_file() for file in files):
+    pickled = [file for pattern in PICKLED for file in local.glob(pattern)]
+    if is_converted(local) or any(file.is_file() for file in (*files, *pickled)):
         check_pretrained(path, read_config(path, vision=vision), head)
 
 

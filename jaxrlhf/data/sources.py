@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.config.sources import PromptFields
 from jaxrlhf.data.arithmetic import Split, arithmetic_records
-from jaxrlhf.data.chats.messages import read_answer, read_prompt, read_turns, without_prompt
+from jaxrlhf.data.chats.messages import SHAREGPT, read_answer, read_prompt, read_turns, without_prompt
 from jaxrlhf.data.chats.parts import contents, is_image, named_images
 from jaxrlhf.data.generated import generated_records
 from jaxrlhf.data.hub import split_rows
@@ -290,19 +290,27 @@ def _prompt(row: Row, data: PromptFields) -> tuple[str, Any]:
     """Return the prompt's field and the prompt.
 
     TRL's `messages`, ShareGPT's `conversations`, or a field named as both prompt and solution, holds the whole
-    conversation. Its prompt is all messages before the last messages of the assistant.
+    conversation. Its prompt is all messages before the last messages of the assistant, after the system message that a
+    field `system` of the record gives.
     """
     key = _conversation(row, data)
     if key is None:
         return data.prompt_key, row.value(data.prompt_key, "prompt_key")
     messages = row.value(key)
-    return key, messages[: len(messages) - _answering(messages)]
+    prompt, system = messages[: len(messages) - _answering(messages)], row.record.get("system")
+    if prompt and isinstance(system, str) and system.strip() and next(_roles(prompt), None) != "system":
+        prompt = [{"role": "system", "content": system}, *prompt]
+    return key, prompt
 
 
 def _answering(messages: Sequence[Any]) -> int:
     """Return the number of assistant messages at the end."""
-    speakers = (one.get("role") or one.get("from") for one in reversed(messages) if isinstance(one, Mapping))
-    return sum(1 for _ in takewhile(lambda speaker: speaker in ("assistant", "gpt"), speakers))
+    return sum(1 for _ in takewhile(lambda role: role == "assistant", _roles(reversed(messages))))
+
+
+def _roles(messages: Iterable[Any]) -> Iterator[str]:
+    speakers = (str(one.get("role") or one.get("from")) for one in messages if isinstance(one, Mapping))
+    return (SHAREGPT.get(speaker, speaker) for speaker in speakers)
 
 
 def _conversation(row: Row, data: PromptFields) -> str | None:

@@ -44,7 +44,7 @@ def marked_number(text: str) -> Decimal | None:
     The last mark counts, as in verl, so that a response that corrects itself is judged by its last answer.
     """
     _, mark, tail = text.rpartition(MARK)
-    found = _NUMBER.match(tail.lstrip(" \t\r\n*_")) if mark else None  # `#### **5**` is emphasized
+    found = _NUMBER.match(tail.lstrip(" \t\r\n*_`")) if mark else None  # `#### **5**` is emphasized
     return None if found is None else _value(found)
 
 

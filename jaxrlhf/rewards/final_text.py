@@ -7,7 +7,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _BEGIN, _END = "<think>", "</think>"
-_GAPS = re.compile(r"(?<![\d.,^_])(\d{1,3})((?:(?:\{,\}|,\\!|\\[ ,:;!]|[~ \u00a0\u2009\u202f])\d{3})+)(?!\d|[ ~]?/\d)")
+_GAPS = re.compile(
+    r"(?<![\d.,^_])(\d{1,3})((?:(?:\{,\}|,\\!|\\[ ,:;!]|[~ '_\u2019\u00a0\u2009\u202f])\d{3})+)(?!\d|[ ~]?/\d)"
+)
 
 
 def answered(prompt: str, response: str, read: Callable[[str], T | None], *, in_thinking: bool) -> T | None:

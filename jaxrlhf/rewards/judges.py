@@ -83,13 +83,13 @@ def _whole_number(text: str, found: re.Match[str], highest: float) -> float:
     decimals = re.match(r",(\d{1,2})(?!\d)", behind)
     if decimals is not None and "." not in digits:
         digits, behind = f"{digits}.{decimals[1]}", behind[decimals.end() :]
-    whole = re.match(r"\s*(?:/|out\s+of|of)\s*(\d+(?:\.\d+)?)", behind)
+    whole = re.match(r"\s*\(?(?:/|out\s+of|of)\s*(\d+(?:\.\d+)?)", behind)
     if whole is not None:
         behind = behind[whole.end() :]
         if float(whole[1]) != highest:
             if highest != 1 or float(whole[1]) == 0:
                 raise ValueError("a share of another whole")
             return float(digits) / float(whole[1])
-    if re.match(r"[.,/]?\d|[eE%]", behind):
+    if re.match(r"[.,/:\-\u2013]?\d|\s*[%+\xb1\xbc-\xbe]|[eE]|\s+to\s+\d|\s+\d+/\d", behind):
         raise ValueError("more digits")
     return float(digits)

@@ -22,11 +22,16 @@ _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "prompt_logprobs", "priority"), 0),
     **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), 1),
     **dict.fromkeys(("continue_final_message", "include_stop_str_in_output"), False),
-    **dict.fromkeys(("use_beam_search", "return_tokens_as_token_ids"), False),
+    **dict.fromkeys(("use_beam_search", "return_tokens_as_token_ids", "return_hidden_states"), False),
+    **dict.fromkeys(("echo", "no_stop_trim"), False),
+    **dict.fromkeys(("detokenize", "include_reasoning", "separate_reasoning", "stream_reasoning"), True),
     **dict.fromkeys(("add_generation_prompt", "add_special_tokens"), True),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), True),
     **{name: [] for name in ("functions", "stop_token_ids", "bad_words")},
     **dict.fromkeys(("audio", "chat_template", "truncate_prompt_tokens", "web_search_options", "moderation"), None),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), None),
+    **dict.fromkeys(("allowed_token_ids", "logits_processors", "documents", "mm_processor_kwargs"), None),
+    **dict.fromkeys(("regex", "ebnf", "lora_path", "cache_salt", "kv_transfer_params", "vllm_xargs"), None),
     **{"logit_bias": {}, "suffix": "", "function_call": "none", "modalities": ["text"]},
 }
 """Fields of unsupported features, each with the value that is accepted besides null."""

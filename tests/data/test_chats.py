@@ -191,6 +191,26 @@ def test_pairs_without_a_prompt_in_common_are_refused(refused, tmp_path, record)
         load(tokenizer_of("qwen3"), PairFile(write(tmp_path / "a.jsonl", record)))
 
 
+def shared(message):
+    return {"from": "gpt", "value": message["content"]}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": [SKY], "chosen": BLUE, "rejected": GREEN},
+        {"prompt": "sky?", "chosen": [BLUE], "rejected": GREEN["content"]},
+        {"prompt": [{"from": "human", "value": "sky?"}], "chosen": shared(BLUE), "rejected": shared(GREEN)},
+    ],
+)
+def test_an_answer_of_a_pair_may_be_one_message_or_a_text(tmp_path, record):
+    whole = {"prompt": [SKY], "chosen": [BLUE], "rejected": [GREEN]}
+    path = write(tmp_path / "a.jsonl", whole, record)
+    right, found = load(tokenizer_of("qwen3"), PairFile(path))
+    names = ("prompt_tokens", "solution_tokens", "rejected_tokens")
+    assert [getattr(found, name) for name in names] == [getattr(right, name) for name in names]
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_contents_in_parts_are_joined_in_all_fields(tmp_path, suffix):
     asked, answered = (
@@ -310,6 +330,9 @@ def test_conversations_of_sharegpt(tmp_path, system):
     assert tokenizer.decode(second.solution_tokens) == "4<|eos|>"
     named = PromptFile(path, answer_key=None, prompt_key="conversations", solution_key="conversations")
     assert [one.prompt for one in load(tokenizer, named)] == [first.prompt, second.prompt]
+    beside = write(tmp_path / "c.jsonl", {"conversations": [*system, *turns], "system": "Be kind."})
+    (third,) = load(tokenizer, PromptFile(beside, answer_key=None, solution_key="conversations"))
+    assert third.prompt == (opened if system else "<|system|>Be kind." + opened)
     called = [*turns[:1], {"from": "function_call", "value": "{}"}]
     with pytest.raises(Refusal, match=r"line 1: .*function_call of ShareGPT"):
         load(tokenizer, PromptFile(write(tmp_path / "b.jsonl", {"conversations": called}), answer_key=None))

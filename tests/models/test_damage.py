@@ -224,7 +224,15 @@ def test_a_run_refuses_before_it_compiles_anything(tmp_path, role):
     assert compiled.count == 0
 
 
-@pytest.mark.parametrize("text", ['{"eos_token_id": ', "[2]"])
+@pytest.mark.parametrize("size", [-32, "32", 32.0, True])
+def test_a_size_that_is_no_positive_number_is_named(files, tmp_path, size):
+    fields = json.loads(files[0]["config.json"])
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"hidden_size": size}))
+    with pytest.raises(Refusal, match=r"config\.json has hidden_size=.*; expected a positive whole number"):
+        models.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ['{"eos_token_id": ', "[2]", '{"eos_token_id": "x"}', '{"eos_token_id": [2, null]}'])
 def test_a_damaged_file_of_stop_tokens_is_named(refused, tmp_path, text):
     (tmp_path / "generation_config.json").write_text(text)
     with refused():

@@ -32,6 +32,15 @@ BLOCK = "Text.\n```python\nprint(int(input()) + 1)\n```\nMore text."
         ("```a``` is used:\n```python\nb\n```", "b"),  # inline code is no block
         ("```python title=sum.py\na\n```", "a"),
         ("```python\n```", ""),
+        ("````python\na = '```'\n````", "a = '```'"),
+        ("~~~python\na\n~~~", "a"),
+        ("~~~\nText.\n```python\na\n```", "a"),  # a line of tildes
+        ("1. ```python\n   if a:\n       b\n   ```", "if a:\n    b"),
+        ("The program: ```python\na\n```", "a"),
+        ("Write ``` first:\n```python\na\n```", "a"),
+        ("```{.python}\r\na\r\n```\r\n", "a"),
+        ("```python\nprint('a\x0cb')\n```", "print('a\x0cb')"),
+        ("`" * 60_000 + "\n```python\na\n```", None),  # a fence that is not closed
         ("a", None),
         ("", None),
         ("```python\na", None),

@@ -119,6 +119,9 @@ PATTERN = JudgeReward.__dataclass_fields__["pattern"].default
         ("Score: 4. It is good, of course.", 5, 4),
         ("Score: 4, since 3 of 5 points are right", 5, 4),
         ("**Score:** 4", 5, 4),
+        ("Score: 4 (out of 5)", 5, 4),
+        ("Score: 4 - it is good", 5, 4),
+        ("Score: 4 (3 of 5 points are right)", 5, 4),
     ],
 )
 def test_scores_of_judges(text, highest, score):
@@ -135,6 +138,13 @@ def test_scores_of_judges(text, highest, score):
         ("Score: 7.5.1", 10),
         ("Score: 50%", 100),
         ("Score: 11", 10),
+        ("Score: 3-4", 5),
+        ("Score: 3 to 4", 5),
+        ("Score: 3:5", 5),
+        ("Score: 1 1/2", 5),
+        ("Score: 4½", 5),
+        ("Score: 4+", 5),
+        ("Score: 4 (out of 10)", 5),
     ],
 )
 def test_scores_of_another_form_are_refused(text, highest):

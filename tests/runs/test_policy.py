@@ -89,6 +89,14 @@ def test_dry_run_of_a_checkpoint_reads_no_weights(tmp_path, capsys):
     assert not (tmp_path / "workdir").exists()
 
 
+def test_dry_run_finds_weights_that_no_run_reads(tmp_path):
+    model = write_policy(tmp_path / "model")
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    config = replace(get_config(), model=Pretrained(str(model)), workdir=str(tmp_path / "workdir"))
+    with pytest.raises(Refusal, match=r"but pytorch_model\.bin, a pickle.*convert it to safetensors"):
+        run(config, dry_run=True)
+
+
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_dry_run_finds_what_a_checkpoint_lacks(tmp_path, role):
     model = write_policy(tmp_path / "model")

@@ -307,11 +307,14 @@ NEUTRAL = [
     {"response_format": {"type": "text"}, "top_logprobs": 0},
     {"tools": F, "tool_choice": "auto"},
     {"add_generation_prompt": True, "continue_final_message": False, "include_stop_str_in_output": False},
+    {"echo": False, "detokenize": True, "guided_json": None, "allowed_token_ids": None, "separate_reasoning": True},
 ]
 REFUSED = [
     ("ignore_eos", {"ignore_eos": 1}),
     ("echo", {"echo": True}),
     ("response_format", {"response_format": {"type": "grammar"}}),
+    ("guided_regex", {"guided_regex": "a"}),
+    ("separate_reasoning", {"separate_reasoning": False}),
     ("presence_penalty", {"presence_penalty": 0.5}),
     ("chat_template_kwargs", {"chat_template_kwargs": 3}),
     ("colours", {"chat_template_kwargs": {"colours": 3}}),

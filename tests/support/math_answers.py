@@ -298,7 +298,7 @@ def named(dice: random.Random) -> Case:
         word, rf"\text{{{word}}}", word.lower(), rf"\text{{{word}}}.", rf"\textbf{{{word}}}", rf"\mathrm{{{word}}}",
     ]
     wrong = [each for each in words if each != word]
-    wrong += ["".join(dice.sample(word, len(word)))[::-1] + "q", word[:-1], "7"]
+    wrong += ["".join(dice.sample(word, len(word)))[::-1] + "q", word[:-1], "8"]
     return Case("named", word, right, [*wrong, word[::-1]])
 
 def option(dice: random.Random) -> Case:

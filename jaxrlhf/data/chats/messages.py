@@ -11,7 +11,7 @@ from jaxrlhf.data.images import MARK
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the message field that holds an assistant's reasoning."""
 
-_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "tool": "tool"}
+SHAREGPT = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "model"), "assistant"), "observation": "tool"}
 """Roles of the speakers in ShareGPT's format; any other speaker's name is the role."""
 
 
@@ -105,7 +105,7 @@ def _of_sharegpt(given: Any, where: str) -> Any:
     if speaker == "function_call":
         raise Refusal(f"{where} is a function_call of ShareGPT's form; write an assistant message with 'tool_calls'")
     others = {key: value for key, value in given.items() if key not in ("from", "value")}
-    return {**others, "role": _SHAREGPT.get(speaker, speaker), "content": given.get("value")}
+    return {**others, "role": SHAREGPT.get(speaker, speaker), "content": given.get("value")}
 
 
 def _text(parts: list[Any]) -> str | None:

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -98,6 +98,9 @@ def _pair(row: Row, data: PairFields) -> SourceRecord:
         if row.has(key) and row.value(key):
             raise Refusal(f"{row.place}: {key!r} contains images, and pairs are text only; leave the record out")
     first, second = row.value(data.chosen_key, "chosen_key"), row.value(data.rejected_key, "rejected_key")
+    first, second = ([one] if isinstance(one, Mapping) else one for one in (first, second))
+    if isinstance(first, list) != isinstance(second, list):
+        first, second = (_as_messages(one) if isinstance(one, str) else one for one in (first, second))
     prompt: str | Messages | None
     chosen: str | Messages
     rejected: str | Messages
@@ -164,7 +167,7 @@ def _split_messages(
 def _text(row: Row, key: str) -> str:
     value = row.value(key)
     if not isinstance(value, str):
-        raise Refusal(f"{row.place}: {key!r} must be a text, got {value!r:.80}")
+        raise Refusal(f"{row.place}: {key!r} must be a text or a list of messages, got {value!r:.80}")
     return value
 
 

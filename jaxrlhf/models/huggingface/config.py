@@ -65,14 +65,22 @@ def read_stop_tokens(path: str | Path) -> list[int]:
     """
     file = resolve(path) / "generation_config.json"
     if file.is_file():
-        return token_ids(read_object(file, AGAIN).get("eos_token_id"))
-    whole, text = (token_ids(read_fields(path, whole=whole).get("eos_token_id")) for whole in (True, False))
+        return token_ids(read_object(file, AGAIN).get("eos_token_id"), file)
+    where = file.with_name("config.json")
+    whole, text = (token_ids(read_fields(path, whole=whole).get("eos_token_id"), where) for whole in (True, False))
     return whole or text
 
 
-def token_ids(given: int | list[int] | None) -> list[int]:
-    """Return the ids of a field that holds one, several or none."""
-    return given if isinstance(given, list) else [] if given is None else [given]
+def token_ids(given: Any, file: Path) -> list[int]:
+    """Return the ids of a field that holds one, several or none.
+
+    Raises:
+      Refusal: The field holds another value.
+    """
+    found = given if isinstance(given, list) else [] if given is None else [given]
+    if any(type(one) is not int for one in found):
+        raise Refusal(f"{file} has eos_token_id={given!r:.80}; expected a token id, a list of token ids, or null")
+    return found
 
 
 def read_family(path: str | Path) -> tuple[Family, Head]:
@@ -138,6 +146,10 @@ def _read_decoder(family: Family, fields: Fields) -> ModelConfig:
     if "activation" not in family_fields:
         fields.only("hidden_act", *_ACTIVATIONS)
     shared = fields.linked(_LINKS)
+    for theirs, ours, _, kind in _LINKS:
+        size = shared[ours]
+        if kind is None and size is not None and (type(size) is not int or size < 1):
+            raise fields.error(f"{theirs}={size!r}", "expected a positive whole number")
     shared |= {
         "family": family.name,
         "head_dim": fields.take("head_dim") or shared["hidden_size"] // shared["num_heads"],

@@ -227,7 +227,7 @@ def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, 
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if tokenizer is not None and getattr(tokenizer, name) is not None:
                 fields[name] = getattr(tokenizer, name)
-    if head != "lm" and fields.get("pad_token_id") in token_ids(fields.get("eos_token_id")):
+    if head != "lm" and fields.get("pad_token_id") in token_ids(fields.get("eos_token_id"), Path("config.json")):
         # Otherwise transformers would take the end token for padding, and score the token before it.
         fields["pad_token_id"] = None
     return fields

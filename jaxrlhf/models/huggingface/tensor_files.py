@@ -13,7 +13,8 @@ from jaxrlhf.models.huggingface.text_part import part_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_PICKLED = ("pytorch_model*.bin", "*.pth")
+PICKLED = ("pytorch_model*.bin", "*.pth")
+"""Patterns of the names of weight files that are not read."""
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Dtypes of weights and their names in the files, in the order in which files store tensors."""
 
@@ -47,7 +48,7 @@ class TensorFiles:
             self._open[GGUF_LINK] = GgufTensors(directory / GGUF_LINK)
             self.file_of = dict.fromkeys(self._open[GGUF_LINK].keys(), GGUF_LINK)
         else:
-            pickled = sorted(file.name for pattern in _PICKLED for file in directory.glob(pattern))
+            pickled = sorted(file.name for pattern in PICKLED for file in directory.glob(pattern))
             there = f", but {pickled[0]}, a pickle, which may run code when loaded" if pickled else ""
             raise Refusal(
                 f"{directory} has neither {SINGLE} nor {INDEX}{there}; if you trust its author, convert it to "

@@ -5,18 +5,21 @@ that cannot be read as a whole is compared as text, and numbers inside it are no
 decisions behind these rules.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.rewards.final_text import answered
 from jaxrlhf.rewards.mathematics.equality import equal, rounds
+from jaxrlhf.rewards.mathematics.expressions import number, operation, real
 from jaxrlhf.rewards.mathematics.options import same_option, text_of_option
 from jaxrlhf.rewards.mathematics.reading import read_answer, squeezed
-from jaxrlhf.rewards.mathematics.spelling import undressed, without_commas
+from jaxrlhf.rewards.mathematics.spelling import LONGEST, undressed, without_commas
 from jaxrlhf.rewards.mathematics.stated import reference_text, stated_answer
+from jaxrlhf.rewards.mathematics.values import Quantity
 
-_LONGEST = 2000
-"""Maximum number of characters of an answer that is parsed; a longer answer is compared as text only."""
+_LOGARITHM = re.compile(r"\\?(?<![A-Za-z])log(?![A-Za-z_])(?!\s*_)")
+_INDIAN = re.compile(r"(?<![\d,.])\d{1,2}(?:,\d\d)+,\d{3}(?![\d,])")
 
 
 def same_answer(
@@ -47,12 +50,25 @@ def same_text(given: str, expected: str) -> bool:
     text = text_of_option(given)
     if text is not None and same_text(text, expected):
         return True
-    if len(given) > _LONGEST or len(expected) > _LONGEST:
+    if len(given) > LONGEST or len(expected) > LONGEST:
         return False
-    wanted, bare = read_answer(without_commas(undressed(expected))), undressed(given)
+    reference, bare = without_commas(undressed(expected)), undressed(given)
     # The answer 100,200 may be one number or two: it is read in both ways and compared with the reference.
     ways = [without_commas(bare), bare, *_exact(bare)]
-    return any(equal(read_answer(each), wanted) for each in dict.fromkeys(ways))
+    # A logarithm without its base may be natural or decimal.
+    wanted = [reference, _LOGARITHM.sub(r"\\lg", reference)]
+    ways += [_INDIAN.sub(lambda found: found[0].replace(",", ""), bare), _LOGARITHM.sub(r"\\lg", ways[0])]
+    pairs = dict.fromkeys((way, each) for way in ways for each in wanted)
+    return any(_same_values(read_answer(way), read_answer(each)) for way, each in pairs)
+
+
+def _same_values(given: Any, expected: Any) -> bool:
+    """Return whether two values are equal; percent below a reference of less than 1 are its hundredth."""
+    if isinstance(given, Quantity) and isinstance(expected, Quantity) and given.percent and not expected.percent:
+        size = real(expected.expr)
+        if size is not None and abs(size) < 1 and not expected.unit:
+            given = Quantity(operation("div", given.expr, number(100)))
+    return equal(given, expected)
 
 
 def _exact(text: str) -> list[str]:

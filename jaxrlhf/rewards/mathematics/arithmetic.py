@@ -9,8 +9,8 @@ from typing import Any
 from jaxrlhf.rewards.mathematics.expressions import CONSTANTS, Expr, number, operation, symbol
 from jaxrlhf.rewards.mathematics.sets import EVERYTHING
 from jaxrlhf.rewards.mathematics.tokens import Token, Unread
-from jaxrlhf.rewards.mathematics.values import Union, Words
-from jaxrlhf.rewards.mathematics.words import GREEK
+from jaxrlhf.rewards.mathematics.values import Items, Table, Union, Words
+from jaxrlhf.rewards.mathematics.words import GREEK, NUMBERS
 
 _BEGINS = ("frac", "sqrt", "surd", "binom", "lfloor", "lceil", "pi")
 _SIGNS = ("+", "-", "pm", "mp")
@@ -71,6 +71,8 @@ class ExpressionReader(ABC):
             raise Unread("brackets are too deep")
         terms = [self.signed()]
         while (token := self.peek()) is not None and token.text in _SIGNS and token.kind != "word":
+            if isinstance(terms[0], Union):
+                break  # a difference of sets
             self.expr(terms[0])
             self.place += 1
             terms.append(_signed(token.text, self.expr(self.signed())))
@@ -93,12 +95,16 @@ class ExpressionReader(ABC):
                 self.place += 1
                 value = operation("mul", self.expr(value), self.expr(self.factor()))
             elif token.text in ("/", "div"):
+                if self.tokens[self.place + 1 :] and self.tokens[self.place + 1].kind == "word":
+                    return value  # a unit in the denominator
                 self.place += 1
                 value = operation("div", self.expr(value), self.expr(self.factor()))
             elif isinstance(value, Expr) and self.begins_factor(token):
                 if token.kind == "number" and self.tokens[self.place - 1].kind == "number":
                     raise Unread("two numbers side by side")
-                if value.head == "degree":
+                if value.head == "degree" and token.text in ("C", "F"):
+                    return value
+                if value.head == "degree" and token.kind != "letter":
                     raise Unread("a factor after degrees")
                 value = operation("mul", value, self.expr(self.power()))
             else:
@@ -129,6 +135,10 @@ class ExpressionReader(ABC):
         while (token := self.peek()) is not None:
             if token.text == "^":
                 self.place += 1
+                if isinstance(value, Items | Table) and self.argument() == symbol("T"):
+                    rows = tuple(zip(*value.rows, strict=True)) if isinstance(value, Table) else (value.values,)
+                    value = Table(rows)
+                    continue
                 if self.degrees():
                     value = operation("degree", self.expr(value))
                     continue
@@ -202,6 +212,16 @@ class ExpressionReader(ABC):
             return value
         fraction = self.proper_fraction() if token.value.denominator == 1 else None
         return value if fraction is None else number(token.value + fraction)
+
+    def spelled(self) -> Expr | None:
+        """Read a number in words, such as forty-two; return None if the next words are no number."""
+        text, place, found = "", self.place, None
+        while place < len(self.tokens) and (self.tokens[place].kind == "word" or self.tokens[place].text == "-"):
+            text += self.tokens[place].text.lower().replace("-", "")
+            place += 1
+            if text in NUMBERS:
+                found, self.place = number(NUMBERS[text]), place
+        return found
 
     def proper_fraction(self) -> Fraction | None:
         """Read the proper fraction after a whole number; return None if there is none."""

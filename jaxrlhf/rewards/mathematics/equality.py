@@ -1,14 +1,17 @@
 """Equality of the values of two answers."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import mpmath
 
-from jaxrlhf.rewards.mathematics.expressions import DIGITS, Expr, Undefined, alike, number, operation, real
-from jaxrlhf.rewards.mathematics.sets import EVERYTHING, same_sets, set_of, turned
-from jaxrlhf.rewards.mathematics.units import amount_of, unit_of
+from jaxrlhf.rewards.mathematics.expressions import Expr, Undefined, alike, number, operation, real, symbol
+from jaxrlhf.rewards.mathematics.families import is_class, same_classes, same_families
+from jaxrlhf.rewards.mathematics.sets import EVERYTHING, complement, same_sets, set_of, turned, variables_of
+from jaxrlhf.rewards.mathematics.units import DEGREE, NO_MEASURE, amount_of, measure, with_letters_as_units
 from jaxrlhf.rewards.mathematics.values import (
     Compound,
     Congruence,
@@ -20,6 +23,8 @@ from jaxrlhf.rewards.mathematics.values import (
     Table,
     Union,
     Words,
+    matched,
+    value_of,
 )
 
 _MOST_VALUES = 60
@@ -39,7 +44,7 @@ def equal(one: Any, other: Any) -> bool:
 
 def rounds(exact: Any, rounded: Any) -> bool:
     """Return whether the second value is the first one, rounded or cut off; a name before the first is ignored."""
-    exact = _value_of(exact) if isinstance(exact, Relation) else exact
+    exact = value_of(exact) if isinstance(exact, Relation) else exact
     if not isinstance(exact, Quantity) or not isinstance(rounded, Quantity) or rounded.expr.head != "number":
         return False
     (decimal,), value = rounded.expr.args, real(exact.expr)
@@ -55,14 +60,23 @@ def rounds(exact: Any, rounded: Any) -> bool:
 def _simplest(value: Any) -> Any:
     """Return the simplest equivalent value: a list of one value, words for a set, and tables may change their kind."""
     if isinstance(value, Items) and len(value.values) == 1 and value.bracket in ("", "{}"):
-        return _simplest(value.values[0])
+        return value if isinstance(value.values[0], Union) else _simplest(value.values[0])
     if isinstance(value, Items) and value.joiner == "or" and all(equal(value.values[0], each) for each in value.values):
         return _simplest(value.values[0])
-    if isinstance(value, Words) and value.text in _NOTHING:
+    if isinstance(value, Items) and value.bracket == "[]" and all(isinstance(each, Items) for each in value.values):
+        return Table(tuple(each.values for each in value.values))
+    if isinstance(value, Items) and all(isinstance(each, Congruence) for each in value.values):
+        first, rests = value.values[0], tuple(rest for each in value.values for rest in each.rests)
+        same = all(each.left == first.left and each.modulus == first.modulus for each in value.values)
+        return Congruence(first.left, rests, first.modulus) if same and value.joiner != "and" else value
+    if isinstance(value, Words) and re.sub("^(there(are|is)|the)", "", value.text) in _NOTHING:
         return Union(())
+    if isinstance(value, Union) and value.parts and all(part.low == part.high for part in value.parts):
+        return _simplest(Items(tuple(Quantity(part.low) for part in value.parts), "{}"))
     if isinstance(value, Words) and value.text in _EVERYTHING:
         return Union((EVERYTHING,))
-    if isinstance(value, Table) and value.cases and all(len(row) == 1 for row in value.rows):
+    equations = isinstance(value, Table) and all(len(row) == 1 and isinstance(row[0], Relation) for row in value.rows)
+    if isinstance(value, Table) and (equations or (value.cases and all(len(row) == 1 for row in value.rows))):
         return Items(tuple(row[0] for row in value.rows), "", "and")
     if isinstance(value, Table) and not value.cases:
         rows = value.rows
@@ -74,21 +88,27 @@ def _simplest(value: Any) -> Any:
 def _compare(one: Any, other: Any) -> bool | None:
     """Return whether two values are equal; None if their kinds have no comparison in this order."""
     match one, other:
-        case Relation(), _ if not isinstance(other, Relation) and _value_of(one) is not None:
-            return equal(_value_of(one), other)
+        case Relation(), Items() if one.named and _names(other):
+            return equal(_coordinates(one), other)
+        case Relation(), _ if not isinstance(other, Relation) and value_of(one) is not None:
+            return equal(value_of(one), other)
         case Relation(), Relation():
             return _same_relations(one, other)
         case Quantity(), Quantity():
             return _same_quantities(one, other)
         case (Compound(), Compound() | Quantity()):
             return _same_amounts(one, other)
+        case Items(), Quantity() if one.bracket == "()" and other.expr.symbols():
+            return _same_components(one, other.expr)
         case Items(), (Compound() | Quantity()):
             amount = _compound_of(one)
             return amount is not None and _same_amounts(amount, other)
         case SolutionFamily(), SolutionFamily():
-            return _same_families(one, other)
+            return same_families(one, other)
+        case SolutionFamily(), Congruence():
+            return is_class(one, other)
         case Congruence(), Congruence():
-            return _same_classes(one, other)
+            return same_classes(one, other)
         case Ratio(), Ratio():
             return _same_ratios(one, other)
         case Ratio(), Quantity():
@@ -104,20 +124,10 @@ def _compare(one: Any, other: Any) -> bool | None:
     if sets[0] is not None and sets[1] is not None and not (isinstance(one, Items) and isinstance(other, Items)):
         return same_sets(sets[0], sets[1])
     if isinstance(one, Items) and isinstance(other, Items):
-        if sets[0] is not None and sets[1] is not None and {one.bracket, other.bracket} & {"[)", "(]"}:
+        if sets[0] is not None and sets[1] is not None and ({one.bracket, other.bracket} & {"[)", "(]", ""}):
             return same_sets(sets[0], sets[1])
         return _same_items(one, other)
     return None
-
-
-def _value_of(relation: Relation) -> Any:
-    """Return the value of a named value or of a chain of equations; None for other relations."""
-    if set(relation.signs) != {"="}:
-        return None
-    if relation.named or len(relation.sides) > 2:
-        return relation.sides[-1]
-    constant = all(isinstance(side, Quantity) and not side.expr.symbols() for side in relation.sides)
-    return relation.sides[-1] if constant else None
 
 
 def _is_letter(expr: Expr) -> bool:
@@ -131,12 +141,21 @@ def _same_quantities(one: Quantity, other: Quantity) -> bool:
         share, plain = (one, other) if one.percent else (other, one)
         hundredth = operation("div", share.expr, number(100))
         return not plain.unit and (alike(share.expr, plain.expr) or alike(hundredth, plain.expr))
-    units = unit_of(one.unit), unit_of(other.unit)
-    if one.unit and other.unit and units[0] != units[1]:
-        return _same_size((one,), (other,)) is True
-    if {*units} == {"degree", ""}:
-        angle, size = (one.expr, other.expr) if units[0] else (other.expr, one.expr)
-        return alike(angle, size) or alike(operation("degree", angle), size)
+    measures = measure(one.unit), measure(other.unit)
+    if {*measures} == {DEGREE, NO_MEASURE}:
+        angle, size = (one, other) if measures[0] == DEGREE else (other, one)
+        return alike(operation("degree", angle.expr), size.expr) or (not size.unit and alike(angle.expr, size.expr))
+    if one.unit and other.unit:
+        rates = all(("money", 1) in kinds for _, kinds in measures) and {one.unit, other.unit} & {"$", "€"}
+        return (
+            alike(one.expr, other.expr)
+            if rates and measures[0][1] != measures[1][1]
+            else _same_size((one,), (other,)) is True
+        )
+    for named, plain in ((one, other), (other, one)):
+        lettered = with_letters_as_units(plain.expr) if named.unit and plain.expr.symbols() else None
+        if lettered is not None and _same_size((named,), (lettered,)):
+            return True
     if _is_letter(one.expr) and _is_letter(other.expr):
         return str(one.expr.args[0]).lower() == str(other.expr.args[0]).lower()
     return alike(one.expr, other.expr)
@@ -153,7 +172,7 @@ def _same_amounts(one: Compound, other: Compound | Quantity) -> bool:
     """Compare amounts in several units: as totals in one unit if all units are of one kind, else part by part."""
     parts = other.parts if isinstance(other, Compound) else (other,)
     same = _same_size(one.parts, parts)
-    return _matched(one.parts, parts) if same is None else same
+    return matched(one.parts, parts, equal) if same is None else same
 
 
 def _same_size(one: Sequence[Quantity], other: Sequence[Quantity]) -> bool | None:
@@ -165,26 +184,75 @@ def _same_size(one: Sequence[Quantity], other: Sequence[Quantity]) -> bool | Non
 
 
 def _same_relations(one: Relation, other: Relation) -> bool:
-    values = _value_of(one), _value_of(other)
+    values = value_of(one), value_of(other)
     if one.named and other.named:
         if equal(one.sides[0], other.sides[0]):
             return equal(values[0], values[1])
+        if (same := _same_functions(one, other)) is not None:
+            return same
     elif values[0] is not None and values[1] is not None:
         return equal(values[0], values[1])
     units = [
-        {unit_of(side.unit) for side in each.sides if isinstance(side, Quantity) and side.unit} for each in (one, other)
+        {measure(side.unit) for side in each.sides if isinstance(side, Quantity) and side.unit} for each in (one, other)
     ]
     if units[0] and units[1] and units[0] != units[1]:
         return False
     sets = set_of(one), set_of(other)
     if sets[0] is not None and sets[1] is not None:
-        return _variable_of(one) == _variable_of(other) and same_sets(sets[0], sets[1])
+        return variables_of(one) == variables_of(other) and same_sets(sets[0], sets[1])
     if len(one.sides) == len(other.sides) == 2:
         for sides, sign in ((other.sides, other.signs[0]), (other.sides[::-1], turned(other.signs[0]))):
             if one.signs[0] == sign and _same_differences(one.sides, sides, scaled="either" if sign in "=!=" else "up"):
                 return True
         return False
-    return one.signs == other.signs and all(map(equal, one.sides, other.sides))
+    turned_round = tuple(turned(sign) for sign in other.signs[::-1])
+    return any(
+        one.signs == signs and all(map(equal, one.sides, sides))
+        for sides, signs in ((other.sides, other.signs), (other.sides[::-1], turned_round))
+    )
+
+
+def _same_functions(one: Relation, other: Relation) -> bool | None:
+    """Compare values of one function of different variables, such as f(x) and f(t), or of y and a function.
+
+    The result is None if the names are of other forms.
+    """
+    left, right = (
+        re.fullmatch(r"(\w+(?:\^\{-1\})?)\(([a-z])\)", each.sides[0].text) if isinstance(each.sides[0], Words) else None
+        for each in (one, other)
+    )
+    values = [value_of(each) for each in (one, other)]
+    if (left is None and right is None) or not all(isinstance(value, Quantity) for value in values):
+        return None
+    if left is None or right is None:
+        name = (one if left is None else other).sides[0]
+        return equal(*values) if isinstance(name, Quantity) and name.expr == symbol("y") else None
+    if left[1] != right[1] or left[2] in values[1].expr.symbols():
+        return False
+    return equal(values[0], replace(values[1], expr=values[1].expr.replaced({right[2]: symbol(left[2])})))
+
+
+def _coordinates(relation: Relation) -> Any:
+    """Return one named value for each coordinate of a named point, such as (x, y) = (1, 2); else the point."""
+    name, point = relation.sides[0], value_of(relation)
+    names = name.text.strip("()").split(",") if isinstance(name, Words) else []
+    if not isinstance(point, Items) or len(names) != len(point.values) or len(names) < 2:
+        return point
+    pairs = zip(names, point.values, strict=True)
+    return Items(tuple(Relation((Quantity(symbol(each)), value), ("=",), named=True) for each, value in pairs))
+
+
+def _same_components(items: Items, expr: Expr) -> bool:
+    """Compare a vector in brackets with a sum of the unit vectors i, j and k in bold letters or with hats."""
+    vectors = {name.split()[-1]: name for name in expr.symbols() if name.split()[0] in ("mathbf", "hat", "vec")}
+    if not set(vectors) <= set("ijk"[: len(items.values)]) or len(vectors) < len(expr.symbols()):
+        return False
+    terms = [
+        operation("mul", value.expr, symbol(vectors.get(letter, letter)))
+        for letter, value in zip("ijk", items.values, strict=False)
+        if isinstance(value, Quantity) and not value.unit
+    ]
+    return len(terms) == len(items.values) and alike(operation("add", *terms), expr)
 
 
 def _same_differences(one: Sequence[Any], other: Sequence[Any], *, scaled: str) -> bool:
@@ -199,18 +267,14 @@ def _same_differences(one: Sequence[Any], other: Sequence[Any], *, scaled: str) 
     if first.symbols() != second.symbols() or not first.symbols():
         return False
     # One is a multiple of the other if first(x) second(y) = second(x) first(y) at any two points x and y.
-    crossed = operation("mul", first, second.renamed("'")), operation("mul", second, first.renamed("'"))
+    further = {name: symbol(name + "'") for name in first.symbols()}
+    crossed = operation("mul", first, second.replaced(further)), operation("mul", second, first.replaced(further))
     at = {name: mpmath.mpf(7 + 3 * place) / 5 for place, name in enumerate(sorted(first.symbols()))}
     try:
         factor = mpmath.re(first.value(at) / second.value(at))
     except (Undefined, ZeroDivisionError):
         return False
     return factor != 0 and alike(*crossed) and (scaled == "either" or bool(factor > 0))
-
-
-def _variable_of(relation: Relation) -> frozenset[str]:
-    exprs = [side.expr for side in relation.sides if isinstance(side, Quantity)]
-    return frozenset().union(*(expr.symbols() for expr in exprs))
 
 
 def _same_items(one: Items, other: Items) -> bool:
@@ -220,7 +284,10 @@ def _same_items(one: Items, other: Items) -> bool:
         return bool(amounts[0] and amounts[1] and _same_amounts(amounts[0], amounts[1]))
     ordered = [each.bracket not in ("", "{}") for each in (one, other)]
     names = [_names(each) for each in (one, other)]
-    if not any(ordered) and len(names[0] | names[1]) > 1 and not (names[0] and names[1]):
+    if len(names[0] | names[1]) > 1 and (one.joiner == "or") != (other.joiner == "or"):
+        return False
+    named_apart = len(names[0] | names[1]) > 1 and not (names[0] and names[1])
+    if named_apart and all(each.bracket in ("", "{}", "()") for each in (one, other)):
         return all(map(equal, one.values, other.values))
     if ordered[0] != ordered[1]:
         return False
@@ -229,7 +296,7 @@ def _same_items(one: Items, other: Items) -> bool:
         return (one.bracket == other.bracket or (round_ and len(one.values) != 2)) and all(
             map(equal, one.values, other.values)
         )
-    return _matched(one.values, other.values)
+    return matched(one.values, other.values, equal)
 
 
 def _names(items: Items) -> frozenset[str]:
@@ -245,71 +312,16 @@ def _compound_of(items: Items) -> Compound | None:
     return Compound(tuple(quantities))
 
 
-def _matched(one: Sequence[Any], other: Sequence[Any], same: Callable[[Any, Any], bool] = equal) -> bool:
-    """Return whether the values of two lists can be matched in equal pairs."""
-    left = list(other)
-    for value in one:
-        place = next((index for index, each in enumerate(left) if same(value, each)), None)
-        if place is None:
-            return False
-        del left[place]
-    return not left
-
-
-def _same_families(one: SolutionFamily, other: SolutionFamily) -> bool:
-    """Compare formulas over all integers: their values count, and the name of the variable does not."""
-    if one.domain != other.domain:
-        return False
-    lists = [family.value.values if isinstance(family.value, Items) else (family.value,) for family in (one, other)]
-    lines = [
-        [_line(value, family.name) for value in values] for family, values in zip((one, other), lists, strict=True)
-    ]
-    if any(line is None for each in lines for line in each) or len(lines[0]) != len(lines[1]):
-        return False
-    return _matched(lines[0], lines[1], lambda left, right: _same_lines(left, right, one.domain))
-
-
-def _line(value: Any, name: str) -> tuple[Any, Any] | None:
-    """Return start and step of a formula that is linear in the variable `name`; None for other formulas."""
-    if isinstance(value, Relation):
-        value = _value_of(value)
-    if not isinstance(value, Quantity) or value.percent or value.expr.symbols() - {name}:
-        return None
-    with mpmath.workdps(DIGITS):
-        try:
-            start, second, third = (value.expr.value({name: mpmath.mpf(at)}) for at in range(3))
-        except Undefined:
-            return None
-        step = second - start
-        if abs(third - second - step) > mpmath.mpf(10) ** -40 or step == 0 or mpmath.im(start) or mpmath.im(step):
-            return None
-        return start, step
-
-
-def _same_lines(one: tuple[Any, Any], other: tuple[Any, Any], domain: str) -> bool:
-    with mpmath.workdps(DIGITS):
-        near = mpmath.mpf(10) ** -40
-        if domain != "numbersz":
-            return bool(abs(one[0] - other[0]) < near and abs(one[1] - other[1]) < near)
-        shift = (one[0] - other[0]) / one[1]
-        return bool(abs(abs(one[1]) - abs(other[1])) < near and abs(shift - mpmath.nint(shift)) < near)
-
-
-def _same_classes(one: Congruence, other: Congruence) -> bool:
-    if not (alike(one.left, other.left) and alike(one.modulus, other.modulus)):
-        return False
-    ends = [real(each) for each in (one.right, other.right, one.modulus)]
-    if any(end is None for end in ends) or ends[2] == 0:
-        return alike(one.right, other.right)
-    return bool(mpmath.isint((ends[0] - ends[1]) / ends[2]))
-
-
 def _same_ratios(one: Ratio, other: Ratio) -> bool:
-    """Compare times of day number by number, and other ratios by their proportions."""
+    """Compare times of day number by number, of 12 or 24 hours, and other ratios by their proportions."""
     if len(one.parts) != len(other.parts) or (one.suffix and other.suffix and one.suffix != other.suffix):
         return False
     if (one.clock and other.clock) or one.suffix or other.suffix:
-        return all(map(alike, one.parts, other.parts))
+        return (
+            one.clock == other.clock
+            and bool(_hours(one) & _hours(other))
+            and all(map(alike, one.parts[1:], other.parts[1:]))
+        )
     crossed = [
         (operation("mul", left, after), operation("mul", right, before))
         for (left, before), (right, after) in pairwise(zip(one.parts, other.parts, strict=True))
@@ -317,11 +329,27 @@ def _same_ratios(one: Ratio, other: Ratio) -> bool:
     return all(alike(left, right) for left, right in crossed)
 
 
+def _hours(time: Ratio) -> set[Any]:
+    """Return the hour of a time of day as it is written and, with `am` or `pm`, as one of 24 hours."""
+    hour = real(time.parts[0])
+    return {hour} if hour is None or not time.suffix else {hour, hour % 12 + 12 * (time.suffix == "pm")}
+
+
+def _cases(table: Table) -> list[Items]:
+    """Return the rows of a case distinction, with the condition in the place of a final `otherwise`."""
+    rows, otherwise = list(table.rows), Words("otherwise")
+    sets = [set_of(row[-1]) for row in rows[:-1]]
+    if len(rows) > 1 and rows[-1][-1] == otherwise and all(each is not None for each in sets):
+        rest = complement(Union(tuple(part for each in sets if each for part in each.parts)))
+        rows[-1] = (*rows[-1][:-1], otherwise if rest is None else rest)
+    return [Items(row, "()") for row in rows]
+
+
 def _same_tables(one: Table, other: Table) -> bool:
     if len(one.rows) != len(other.rows) or one.cases != other.cases:
         return False
     if one.cases:
-        return _matched([Items(row, "()") for row in one.rows], [Items(row, "()") for row in other.rows])
+        return matched(_cases(one), _cases(other), equal)
     return all(
         len(left) == len(right) and all(map(equal, left, right))
         for left, right in zip(one.rows, other.rows, strict=True)

@@ -52,11 +52,11 @@ class Expr:
             return frozenset(self.args)
         return frozenset().union(*(arg.symbols() for arg in self.args if isinstance(arg, Expr)))
 
-    def renamed(self, suffix: str) -> "Expr":
-        """Return the expression with a suffix at the name of every variable."""
+    def replaced(self, values: Mapping[str, "Expr"]) -> "Expr":
+        """Return the expression with other expressions in the place of some variables."""
         if self.head == "symbol":
-            return Expr("symbol", (self.args[0] + suffix,))
-        return Expr(self.head, tuple(arg.renamed(suffix) if isinstance(arg, Expr) else arg for arg in self.args))
+            return values.get(self.args[0], self)
+        return Expr(self.head, tuple(arg.replaced(values) if isinstance(arg, Expr) else arg for arg in self.args))
 
     def value(self, at: Mapping[str, Number], sizes: list[Number] | None = None) -> Number:
         """Compute the expression.
@@ -165,6 +165,7 @@ OPERATIONS: dict[str, Callable[..., Number]] = {
     "i": lambda: mpmath.mpc(0, 1),
     "infinity": lambda: mpmath.inf,
     "exp": mpmath.exp,
+    "cis": mpmath.expj,
     "ln": mpmath.log,
     **{name: getattr(mpmath, name) for name in _TRIGONOMETRIC},
     **{f"arc{name}": getattr(mpmath, f"a{name}") for name in _TRIGONOMETRIC},

@@ -1,11 +1,12 @@
 """Parser of answers: quantities, lists, intervals, relations and tables; it reads the whole text or fails."""
 
+from dataclasses import replace
 from typing import Any
 
 from jaxrlhf.rewards.mathematics.arithmetic import ExpressionReader
-from jaxrlhf.rewards.mathematics.expressions import Expr, number, operation
+from jaxrlhf.rewards.mathematics.expressions import Expr, number, operation, real, symbol
 from jaxrlhf.rewards.mathematics.sets import joined, unitless, without
-from jaxrlhf.rewards.mathematics.tokens import Token, Unread
+from jaxrlhf.rewards.mathematics.tokens import CLOSED, OPENED, Token, Unread, is_name
 from jaxrlhf.rewards.mathematics.units import amount_of
 from jaxrlhf.rewards.mathematics.values import (
     Compound,
@@ -18,21 +19,19 @@ from jaxrlhf.rewards.mathematics.values import (
     Table,
     Union,
     Words,
+    both_signs,
 )
-from jaxrlhf.rewards.mathematics.words import NOISE, UNITS, VERBS
+from jaxrlhf.rewards.mathematics.words import NOISE, NUMBERS, ORDINALS, UNITS, VERBS
 
 _SIGNS = {"=": "=", "<": "<", ">": ">"}
 _COMMANDS = {"le": "<=", "ge": ">=", "ne": "!=", "neq": "!=", "lt": "<", "gt": ">", "approx": "=", "in": "in"}
 _JOINERS = {",": ",", ";": ",", "and": "and", "or": "or", "lor": "or", "land": "and", "vee": "or", "wedge": "and",
-            "&": "and"}  # fmt: skip
-_CURRENCIES = ("$", "£", "€", "¥", "₹")
+            "&": "and", "\\\\": ","}  # fmt: skip
+_CURRENCIES = {"euro": "€", "texteuro": "€", "pounds": "£", "textsterling": "£", **{sign: sign for sign in "$£€¥₹"}}
+_BEFORE_UNIT = ("/", "per", "sq", "square", "cu", "cubic")
 _LEADING = ("approx", "approximately", "about", "exactly", "roughly", "around", "only", "the")
 _MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _MOST_UNIT_WORDS = 3
-_OPENED, _CLOSED = (
-    ("(", "[", "\\{", "{", "langle", "lfloor", "lceil"),
-    (")", "]", "\\}", "}", "rangle", "rfloor", "rceil"),
-)
 
 
 class AnswerReader(ExpressionReader):
@@ -63,7 +62,7 @@ class AnswerReader(ExpressionReader):
             found.append(self.item())
         if logical and not all(isinstance(each, Relation) for each in found):
             raise Unread("a logical sign between values that are not relations")
-        found = [each for one in found for each in _both_signs(one)]
+        found = [each for one in found for each in both_signs(one)]
         families = [each for each in found if isinstance(each, SolutionFamily) and each.value is None]
         if families and len(found) > len(families):
             (clause, *_), rest = families, [each for each in found if each not in families]
@@ -76,7 +75,7 @@ class AnswerReader(ExpressionReader):
     def closing(self) -> bool:
         """Return whether the next token closes a bracket, or none is left."""
         token = self.peek()
-        return token is None or token.text in _CLOSED
+        return token is None or token.text in CLOSED
 
     def item(self) -> Any:
         """Read one value: a chain of comparisons, or one side."""
@@ -87,6 +86,13 @@ class AnswerReader(ExpressionReader):
             if isinstance(inner, Relation) and set(inner.signs) == {"="}:
                 return Relation((name, *inner.sides), ("=", *inner.signs), named=True)
             return Relation((name, inner), ("=",), named=True)
+        token, start = self.peek(), self.place
+        if token is not None and token.kind == "letter" and token.text.isupper() and self.next_is(1, "("):
+            self.place += 2
+            point = self.bracketed("(")
+            if isinstance(point, Items):
+                return Relation((Quantity(symbol(token.text)), point), ("=",), named=True)
+            self.place = start
         return self.chain()
 
     def name(self) -> Any:
@@ -94,7 +100,7 @@ class AnswerReader(ExpressionReader):
         depth, end = 0, self.place
         while end < len(self.tokens):
             token = self.tokens[end]
-            depth += (token.text in _OPENED) - (token.text in _CLOSED)
+            depth += (token.text in OPENED) - (token.text in CLOSED)
             if depth < 0 or (depth == 0 and token.text in _JOINERS and token.kind != "letter"):
                 return None
             if depth == 0 and (token.text == "=" or (token.kind == "command" and token.text == "approx")):
@@ -103,7 +109,7 @@ class AnswerReader(ExpressionReader):
                 return None
             end += 1
         left = self.tokens[self.place : end]
-        if end == len(self.tokens) or not left or not _is_name(left):
+        if end == len(self.tokens) or not left or not is_name(left):
             return None
         start, self.place = self.place, end
         if left[0].kind == "letter" and (len(left) == 1 or left[1].text == "_"):
@@ -122,6 +128,8 @@ class AnswerReader(ExpressionReader):
                 return self.congruence(sides[0])
             sides.append(self.side())
             signs.append(sign)
+        if not signs and self.accept("pmod"):
+            return Congruence(None, (unitless(sides[0]),), self.argument())
         if not signs:
             return sides[0]
         if signs == ["in"]:
@@ -152,18 +160,20 @@ class AnswerReader(ExpressionReader):
 
     def congruence(self, left: Any) -> Congruence:
         """Read the rest of a congruence, after its sign."""
-        right = self.sum()
+        rests = [self.expr(self.sum())]
+        while self.accept(",", "or", "and"):
+            rests.append(self.expr(self.sum()))
         self.accept("(")
         if not (self.accept("pmod") or self.accept("mod") or self.accept("bmod")):
             raise Unread("a congruence without its modulus")
         modulus = self.argument()
         self.accept(")")
-        return Congruence(unitless(left), right, modulus)
+        return Congruence(unitless(left), tuple(rests), modulus)
 
     def side(self) -> Any:
         """Read a union of sets, or a quantity."""
         value = self.quantity()
-        while (token := self.peek()) is not None and token.kind == "command" and token.text in ("cup", "setminus"):
+        while (token := self.peek()) is not None and token.text in ("cup", "setminus", "backslash", "-"):
             self.place += 1
             other = self.quantity()
             value = joined(value, other) if token.text == "cup" else without(value, other)
@@ -176,20 +186,25 @@ class AnswerReader(ExpressionReader):
         token = self.peek()
         if token is None:
             raise Unread("expected a quantity")
+        spelled = self.spelled() if self.depth == 0 else None
+        if spelled is not None:
+            return self.with_unit(spelled)
         if token.kind == "word":
             return self.words()
         negative = self.accept("-") if self.next_is(1, *_CURRENCIES) else False
-        if self.accept(*_CURRENCIES) or self.accept("pounds", "euro", "texteuro", "textsterling"):
-            self.accept("\\ ")
+        money = _CURRENCIES[self.tokens[self.place - 1].text] if self.accept(*_CURRENCIES) else ""
         value = self.sum()
         if isinstance(value, Expr) and negative:
             value = operation("neg", value)
         if not isinstance(value, Expr):
             return value
-        self.accept("$", "€", "£")
+        money = _CURRENCIES[self.tokens[self.place - 1].text] if self.accept(*_CURRENCIES) else money
         if self.next_is(0, ":"):
             return self.ratio(value)
         quantity = self.with_unit(value)
+        if money and not quantity.percent:
+            rate = quantity.unit if quantity.unit.startswith(("per ", "/ ")) else ""
+            quantity = replace(quantity, unit=f"{money} {rate}".strip())
         more = [quantity]
         while quantity.unit and (token := self.peek()) is not None and token.kind == "number":
             more.append(self.with_unit(self.expr(self.sum())))
@@ -211,6 +226,7 @@ class AnswerReader(ExpressionReader):
         texts = [token.text for token in self.tokens[start : self.place] if token.text != ":"]
         clock = len(texts) == len(parts) and texts[0].isdigit() and int(texts[0]) <= 24
         clock = clock and all(len(text) == 2 and text.isdigit() and int(text) < 60 for text in texts[1:])
+        clock = clock and (len(texts) == 2 or any(text.startswith("0") for text in texts))
         suffix = ""
         while (token := self.peek()) is not None and token.kind == "word":
             suffix += token.text.replace(".", "").lower()
@@ -222,7 +238,12 @@ class AnswerReader(ExpressionReader):
     def with_unit(self, value: Expr) -> Quantity:
         """Read a percent sign, degrees, or the words of a unit."""
         if value.head == "degree":
-            return Quantity(value.args[0], "degree")
+            scales = {"C": "celsius", "F": "fahrenheit"}
+            scale = scales[self.tokens[self.place].text] if self.next_is(0, *scales) else ""
+            self.place += bool(scale)
+            return Quantity(value.args[0], scale or "degree")
+        if value.head == "neg" and value.args[0].head == "degree":
+            return Quantity(operation("neg", value.args[0].args[0]), "degree")
         base, self.base = self.base, None
         if base is not None:
             if value.head != "number":
@@ -233,27 +254,33 @@ class AnswerReader(ExpressionReader):
         words: list[str] = []
         while (token := self.peek()) is not None:
             if token.kind == "word" and token.text not in _JOINERS:
-                if token.text.lower() in VERBS:
+                if token.text.lower() in VERBS or token.text.lower() in NUMBERS:
                     raise Unread("a sentence after a number")
-                words.append(token.text.lower())
-            elif words and token.text == "^" and self.next_is(1, "2", "3", "{"):
+                words.append(token.text)
+            elif words and token.text == "^" and self.next_is(1, "2", "3", "{", "-"):
                 self.place += 1
-                words[-1] += "^" + str(self.argument().args[0])
+                exponent = real(self.argument())
+                if exponent is None or exponent != int(exponent):
+                    raise Unread("a unit with an exponent that is not a whole number")
+                words[-1] += f"^{int(exponent)}"
                 continue
-            elif words and token.text == "/" and self.follows_unit():
+            elif token.text == "/" and self.follows_unit():
                 words.append("/")
-            elif words and words[-1] == "/" and token.kind == "letter":
+            elif words and token.text in ("cdot", "*") and self.follows_unit():
+                pass
+            elif words and words[-1] in _BEFORE_UNIT and token.kind == "letter":
                 words.append(token.text)
             else:
                 break
             self.place += 1
-        if words and words[0] in _MULTIPLES:
-            value = operation("mul", value, number(_MULTIPLES[words.pop(0)]))
-        cut = next((place for place, word in enumerate(words) if word in NOISE), len(words))
+        if words and words[0].lower() in _MULTIPLES:
+            value = operation("mul", value, number(_MULTIPLES[words.pop(0).lower()]))
+        inches = len(words) - (words[-1:] == ["in"])
+        cut = next((place for place, word in enumerate(words[:inches]) if word.lower() in NOISE), len(words))
         unit = " ".join(words[:cut])
-        if cut > _MOST_UNIT_WORDS:
+        if cut - words[:cut].count("/") > _MOST_UNIT_WORDS:
             raise Unread("a sentence after a number")
-        if unit == "percent":
+        if unit.lower() == "percent":
             return Quantity(value, percent=True)
         return Quantity(value, unit)
 
@@ -262,15 +289,16 @@ class AnswerReader(ExpressionReader):
         after = self.tokens[self.place + 1 : self.place + 2]
         return any(token.kind == "word" or token.text in UNITS for token in after)
 
-    def words(self) -> Words:
-        """Read words, and numbers and signs between them, up to a comma, semicolon, equals sign or closing bracket."""
+    def words(self) -> Words | Quantity:
+        """Read an ordinal number, or words with numbers and signs, up to a comma, semicolon, equals sign or bracket."""
         found = ""
-        while (token := self.peek()) is not None and token.text not in (",", ";", "=", *_CLOSED):
+        while (token := self.peek()) is not None and token.text not in (",", ";", "=", *CLOSED):
             if token.kind not in ("word", "letter", "sign", "number", "constant", "function"):
                 raise Unread("a command within words")
             found += token.text
             self.place += 1
-        return Words(found.lower().replace(".", ""))
+        text = found.lower().replace(".", "").rstrip("!?")
+        return Quantity(number(ORDINALS[text]), "th") if text in ORDINALS else Words(text)
 
     def bracketed(self, opened: str) -> Any:
         """Read the content of brackets: a group, a point, an interval or a set."""
@@ -286,10 +314,13 @@ class AnswerReader(ExpressionReader):
             raise Unread("empty brackets")
         inner = self.values(opened)
         if opened == "\\{" and (self.accept("|", ":", "mid")):
-            inner = self.values("")
+            condition = self.values("")
             if not self.accept(*closers):
                 raise Unread("a set is not closed")
-            return inner
+            if isinstance(condition, SolutionFamily) and condition.value is None:
+                (formula,) = inner.values
+                return SolutionFamily(formula, condition.name, condition.domain)
+            return condition
         if not self.accept(*closers):
             raise Unread(f"{opened} is not closed")
         shut = self.tokens[self.place - 1].text
@@ -306,6 +337,8 @@ class AnswerReader(ExpressionReader):
     def table(self) -> Table:
         """Read an environment of rows, after `\\begin`."""
         kind = self.subscript().rstrip("*")
+        if kind == "vmatrix":
+            raise Unread("a determinant")
         rows: list[list[list[Token]]] = [[[]]]
         depth = 0
         while self.place < len(self.tokens):
@@ -339,50 +372,9 @@ def _without_condition(cell: list[Token]) -> list[Token]:
     return cell or [Token("word", "otherwise")]
 
 
-def _is_name(tokens: list[Token]) -> bool:
-    """Return whether tokens before an equals sign are a name rather than a formula."""
-    if [token.text for token in tokens[1:6]] == ["^", "{", "-", "1", "}"]:  # the name of an inverse function
-        tokens = [*tokens[:1], *tokens[6:]]
-    depth, before = 0, ""
-    for token in tokens:
-        depth += (token.text in _OPENED) - (token.text in _CLOSED)
-        if token.kind == "number" and depth == 0 and before != "_":
-            return False
-        if depth == 0 and token.kind == "sign" and token.text in ("+", "-", "*", "/", "^", "%", "!", ":"):
-            return False
-        if token.kind == "function" or (
-            token.kind == "command" and token.text in ("frac", "sqrt", "times", "cdot", "begin")
-        ):
-            return False
-        before = token.text
-    letters = [token for token in tokens if token.kind == "letter"]
-    plain = all(token.kind == "letter" for token in tokens)
-    return not (plain and len(letters) > 1 and any(letter.text in "xyz" for letter in letters))
-
-
 def _only_symbol(expr: Expr) -> str:
     if expr.head == "symbol":
         return str(expr.args[0])
     if expr.head in ("i", "e"):
         return expr.head
     raise Unread("a formula before a membership sign")
-
-
-def _both_signs(value: Any) -> list[Any]:
-    """Return a value, or the two values that its plus-minus sign stands for."""
-    replaced = [_with_sign(value, sign) for sign in (1, -1)]
-    return [value] if replaced[0] == value else replaced
-
-
-def _with_sign(value: Any, sign: int) -> Any:
-    match value:
-        case Expr(head="plusminus", args=(inner, which)):
-            return _with_sign(inner, sign) if which * sign > 0 else operation("neg", _with_sign(inner, sign))
-        case Expr(head=head, args=args):
-            return Expr(head, tuple(_with_sign(arg, sign) if isinstance(arg, Expr) else arg for arg in args))
-        case Quantity():
-            return Quantity(_with_sign(value.expr, sign), value.unit, value.percent, value.base, value.digits)
-        case Relation():
-            sides = tuple(_with_sign(side, sign) for side in value.sides)
-            return Relation(sides, value.signs, value.named)
-    return value

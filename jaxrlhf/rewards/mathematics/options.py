@@ -4,7 +4,7 @@ import re
 
 from jaxrlhf.rewards.mathematics.spelling import plain, undressed
 
-_LETTER = re.compile(r"[\[(]?\s*([A-J])\s*[\])]?")
+_LETTER = re.compile(r"(?:(?:OPTION|CHOICE)\s+)?[\[(]?\s*([A-J])\s*[\])]?")
 _LABELLED = re.compile(r"\\text(?:bf|rm|it)?\s*\{\s*\(?[A-J][).]\s*\}(?:\s|~|\\[ ,;:!]|\\quad)*(\S.*)", re.DOTALL)
 _CHOSEN = re.compile(
     r"(?:option|choice|answer)?\s*[\[(]?\s*([A-J])\s*(?:[\])]\s*[.:]?|[.:]|\)\s*)\s*(\S.*)?", re.IGNORECASE | re.DOTALL
@@ -13,7 +13,7 @@ _CHOSEN = re.compile(
 
 def same_option(given: str, expected: str) -> bool:
     """Return whether an answer chooses the reference's option; the reference must be a single letter."""
-    wanted = _LETTER.fullmatch(_bare(expected))
+    wanted = _LETTER.fullmatch(re.sub("(?i)^(option|choice)", lambda word: word[0].upper(), _bare(expected)))
     if wanted is None:
         return False
     bare = _bare(given)

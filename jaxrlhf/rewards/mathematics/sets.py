@@ -38,29 +38,35 @@ def joined(one: Any, other: Any) -> Union:
     return Union(_parts(one) + _parts(other))
 
 
-def without(whole: Any, points: Any) -> Union:
-    """Return a set of real numbers except single points.
+def without(whole: Any, taken: Any) -> Union:
+    """Return the difference of two sets of real numbers.
 
     Raises:
-      Unread: `whole` is not a set of numbers, or `points` are not real numbers in braces.
+      Unread: A value is not a set of numbers, or an end is not a real number.
     """
-    if not isinstance(points, Items) or points.bracket != "{}":
-        raise Unread("a difference of sets")
-    parts = [*_parts(whole)]
-    for point in map(unitless, points.values):
-        rest: list[RealInterval] = []
-        for part in parts:
-            at, low, high = (real(end) for end in (point, part.low, part.high))
-            if at is None or low is None or high is None:
-                raise Unread("an interval whose end is not a real number")
-            if low <= at <= high:
-                left = RealInterval(part.low, point, part.has_low, False)
-                right = RealInterval(point, part.high, False, part.has_high)
-                rest += [left] * bool(low < at) + [right] * bool(at < high)
-            else:
-                rest.append(part)
-        parts = rest
-    return Union(tuple(parts))
+    rest = complement(Union(_parts(taken)))
+    found = None if rest is None else _intersection(Union(_parts(whole)), rest)
+    if found is None:
+        raise Unread("an interval whose end is not a real number")
+    return found
+
+
+def complement(union: Union) -> Union | None:
+    """Return the real numbers outside of a set; None if an end is not a real number."""
+    merged = _merged(union)
+    if merged is None:
+        return None
+    gaps, low, has_low = [], EVERYTHING.low, False
+    for part in merged:
+        gaps.append(RealInterval(low, part.low, has_low, not part.has_low))
+        low, has_low = part.high, not part.has_high
+    gaps.append(RealInterval(low, EVERYTHING.high, has_low, False))
+    return Union(tuple(gap for gap in gaps if not _is_empty(gap)))
+
+
+def _is_empty(part: RealInterval) -> bool:
+    low, high = real(part.low), real(part.high)
+    return bool(low > high or (low == high and (mpmath.isinf(low) or not (part.has_low and part.has_high))))
 
 
 def unitless(value: Any) -> Expr:
@@ -83,17 +89,35 @@ def set_of(value: Any) -> Union | None:
     """Return the set of a value that is an interval, a union or inequalities in one variable; else None."""
     if isinstance(value, Union):
         return value
-    if isinstance(value, Items) and value.joiner in ("or", "and") and not value.bracket:
-        parts = [set_of(each) for each in value.values]
-        if not all(isinstance(each, Relation) for each in value.values) or any(part is None for part in parts):
-            return None
-        if value.joiner == "or":
-            return Union(tuple(interval for part in parts if part for interval in part.parts))
-        return _intersection([part for part in parts if part is not None])
+    if isinstance(value, Items) and not value.bracket:
+        return _set_of_conditions(value)
     found = interval_of(value)
     if found is not None:
         return Union((found,))
     return _solution(value) if isinstance(value, Relation) else None
+
+
+def _set_of_conditions(items: Items) -> Union | None:
+    """Return the set of conditions for one variable; conditions with a comma hold together, if that is possible."""
+    relations = [each for each in items.values if isinstance(each, Relation)]
+    sets = [set_of(each) for each in items.values if isinstance(each, Relation | Union)]
+    if not relations or len(sets) < len(items.values) or len({variables_of(each) for each in relations}) > 1:
+        return None
+    if any(each is None for each in sets):
+        return None
+    anywhere = Union(tuple(part for each in sets if each for part in each.parts))
+    if items.joiner == "or":
+        return anywhere
+    found: Union | None = Union((EVERYTHING,))
+    for each in sets:
+        found = _intersection(found, each) if found is not None and each is not None else None
+    return anywhere if items.joiner == "," and found == Union(()) else found
+
+
+def variables_of(relation: Relation) -> frozenset[str]:
+    """Return the names of the variables of a relation."""
+    exprs = [side.expr for side in relation.sides if isinstance(side, Quantity)]
+    return frozenset().union(*(expr.symbols() for expr in exprs))
 
 
 def _solution(relation: Relation) -> Union | None:
@@ -137,20 +161,17 @@ def _at_distance(far: Expr, ends: bool, *, below: bool) -> Union:
     return Union((RealInterval(EVERYTHING.low, near, False, ends), RealInterval(far, EVERYTHING.high, ends, False)))
 
 
-def _intersection(sets: list[Union]) -> Union | None:
-    """Return the intersection of sets that are one interval each; None for other sets."""
-    if any(len(each.parts) != 1 for each in sets):
-        return None
-    found = sets[0].parts[0]
-    for each in sets[1:]:
-        (part,) = each.parts
-        ends = [real(end) for end in (found.low, part.low, found.high, part.high)]
+def _intersection(one: Union, other: Union) -> Union | None:
+    """Return the intersection of two sets; None if an end is not a real number."""
+    found = []
+    for left, right in ((left, right) for left in one.parts for right in other.parts):
+        ends = [real(end) for end in (left.low, right.low, left.high, right.high)]
         if any(end is None for end in ends):
             return None
-        low = max(((ends[0], not found.has_low, found), (ends[1], not part.has_low, part)), key=lambda end: end[:2])
-        high = min(((ends[2], found.has_high, found), (ends[3], part.has_high, part)), key=lambda end: end[:2])
-        found = RealInterval(low[2].low, high[2].high, not low[1], bool(high[1]))
-    return Union((found,))
+        low = max(((ends[0], not left.has_low, left), (ends[1], not right.has_low, right)), key=lambda end: end[:2])
+        high = min(((ends[2], left.has_high, left), (ends[3], right.has_high, right)), key=lambda end: end[:2])
+        found.append(RealInterval(low[2].low, high[2].high, not low[1], bool(high[1])))
+    return Union(tuple(part for part in found if not _is_empty(part)))
 
 
 def same_sets(one: Union, other: Union) -> bool:

@@ -16,7 +16,7 @@ _FORMULA = re.compile(
     r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<![\\$])\$(?!\$)([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
 )
 _STATED = re.compile(
-    r"(?:final|correct|right)?\s*\b(?:answers?|results?|solutions?|options?|choices?)[\s*_]*"
+    r"\b(?:answers?|results?|solutions?|options?|choices?)[\s*_]*"
     r"(?:(?:is|are|be|equals?)\b(?:\s+(?:therefore|thus|then|hence|simply|indeed))?[\s,]*:?|:|=)[\s*_]*",
     re.IGNORECASE,
 )
@@ -49,17 +49,17 @@ def stated_answer(text: str) -> str | None:
     tagged = _TAGS.findall(text)
     if tagged:
         inner = tagged[-1]
-        return _boxes(inner) or _formula(inner) or inner.strip() or None
+        return _boxes(inner) or _formula(inner) or _bare(inner) or None
     if _MARK in text:
         marked = text.rpartition(_MARK)[2].strip().split("\n")[0]
-        return _formula(marked) or _without_stop(marked) or None
+        return _formula(marked) or _bare(marked) or None
     phrases = list(_STATED.finditer(text))
     if phrases:
         rest = text[phrases[-1].end() :]
         return _formula(rest, first=True) or _beginning(_sentence(rest)) or _formula(text)
     found = _formula(text) or _ending(text)
     if found is None and len(text.split()) <= _FEW_WORDS:
-        return _without_stop(text.strip()) or None
+        return _bare(text) or None
     return found
 
 
@@ -89,9 +89,9 @@ def read_as_text(answers: Sequence[str]) -> list[str]:
     return found
 
 
-def _without_stop(text: str) -> str:
-    """Strip punctuation and emphasis from the end of plain text; an exclamation mark there is not a factorial."""
-    return text.rstrip(" \t\n.,;:?!*_`")
+def _bare(text: str) -> str:
+    """Strip emphasis, and punctuation at the end, from plain text; an exclamation mark there is not a factorial."""
+    return text.strip(" \t\n*_`").rstrip(" \t\n.,;:?!*_`")
 
 
 def _boxes(text: str) -> str | None:
@@ -116,19 +116,41 @@ def _boxes(text: str) -> str | None:
 
 def _formulas(text: str) -> list[str]:
     """Return the formulas between dollar signs or LaTeX's formula brackets, except amounts of money."""
+    return [inner for _, _, inner in _placed_formulas(text)]
+
+
+def _placed_formulas(text: str) -> list[tuple[int, int, str]]:
     found = []
     for match in _FORMULA.finditer(text):
         inner = next(group for group in match.groups() if group is not None)
         money = match[2] is not None and re.match(r"\s*\d", inner) and re.match(r"\d", text[match.end() :])
         if inner.strip() and not money:
-            found.append(inner)
+            found.append((match.start(), match.end(), inner))
     return found
 
 
 def _formula(text: str, *, first: bool = False) -> str | None:
-    """Return the last formula or, with `first`, the first formula; None if there is none."""
-    found = _formulas(text)
-    return found[0 if first else -1] if found else None
+    """Return the last formula or, with `first`, the first; with the formulas that `and` or `or` joins to it.
+
+    A comma joins formulas only in a list that ends with `and` or `or`. The result is None without a formula.
+    """
+    found = _placed_formulas(text)
+    groups: list[list[str]] = []
+    listed: list[bool] = []
+    for place, (start, _, inner) in enumerate(found):
+        between = text[found[place - 1][1] : start] if place else "."
+        joiner = re.fullmatch(r"\s*(,?)\s*(and|or|)\s*", between)
+        if joiner and (joiner[1] or joiner[2]):
+            groups[-1].append(inner)
+            listed[-1] = bool(joiner[2])
+        else:
+            groups.append([inner])
+            listed.append(False)
+    if not groups:
+        return None
+    place = 0 if first else -1
+    group = groups[place]
+    return ", ".join(group) if listed[place] else group[place]
 
 
 def _sentence(text: str) -> str:
@@ -143,7 +165,7 @@ def _beginning(sentence: str) -> str | None:
         found = _readable(" ".join(words[:end]))
         if found is not None:
             return found
-    return _without_stop(sentence) or None
+    return _bare(sentence) or None
 
 
 def _ending(text: str) -> str | None:
@@ -167,6 +189,6 @@ def _readable(text: str) -> str | None:
 
     Words before an equals sign are not mathematics: `we get x = 2` is not, and `x = 2` is.
     """
-    bare = _without_stop(text)
+    bare = _bare(text)
     name = re.findall(r"(?<![A-Za-z\\])[A-Za-z]+", bare.partition("=")[0]) if "=" in bare else []
     return bare if bare and not any(map(is_word, name)) and is_mathematics(bare) else None

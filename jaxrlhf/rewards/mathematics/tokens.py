@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from jaxrlhf.rewards.mathematics.spelling import closes
+from jaxrlhf.rewards.mathematics.units import KNOWN_UNITS
 from jaxrlhf.rewards.mathematics.words import FUNCTIONS, SHORT_WORDS, UNITS
 
 CONSTANTS = {"pi": "pi", "infty": "infinity", "infinity": "infinity", "inf": "infinity"}
@@ -29,7 +30,13 @@ _REPEATING = re.compile(
 )
 _TEXTS = ("text", "textrm", "textbf", "textit", "textsf", "mbox", "hbox", "mathrm", "operatorname", "operatorname*",
           "mathbf", "mathsf", "vec", "hat", "mathnormal", "texttt", "mathtt", "mathcal", "overrightarrow")  # fmt: skip
+_AFTER_UNIT = re.compile(r"\s+\d|\s*/\s*([A-Za-z]+)")
 _DRESSED = ("mathbf", "vec", "hat", "overrightarrow", "mathcal")
+OPENED, CLOSED = (
+    ("(", "[", "\\{", "{", "langle", "lfloor", "lceil"),
+    (")", "]", "\\}", "}", "rangle", "rfloor", "rceil"),
+)
+"""Opening and closing brackets."""
 
 
 class Unread(ValueError):
@@ -92,8 +99,13 @@ def tokens_of(text: str) -> list[Token]:
             found.append(Token("number", part, Fraction(int(top), int(bottom)), spaced))
             place = end + 1
         else:
-            minutes = part == "min" and not text[place:].lstrip().startswith(("(", "{", "_"))
-            found += [Token("word", part, None, spaced)] if minutes else _tokens(kind or "", match, part, spaced)
+            unit = part == "min" and not text[place:].lstrip().startswith(("(", "{", "_"))
+            if kind == "letters" and spaced and found and found[-1].kind == "number":
+                unit |= len(part) > 1 and not part.islower() and part in KNOWN_UNITS
+            if part in UNITS and spaced and found and found[-1].kind == "number":
+                after = _AFTER_UNIT.match(text, place)
+                unit |= after is not None and after[1] in (None, *UNITS)
+            found += [Token("word", part, None, spaced)] if unit else _tokens(kind or "", match, part, spaced)
         spaced = False
     return found
 
@@ -143,9 +155,12 @@ def _text_tokens(command: str, inside: str, spaced: bool) -> list[Token]:
         return tokens_of(inside)
     if re.fullmatch(r"[A-Za-z]", inside) and not command.startswith("text"):  # `\\mathrm{~m}` is a unit
         return [Token("letter", bare, None, spaced)]
+    if bare.lower() in CONSTANTS:
+        return [Token("constant", CONSTANTS[bare.lower()], None, spaced)]
     if bare in FUNCTIONS and bare != "min":
         return [Token("function", bare, None, spaced)]
     tokens: list[Token] = []
+    inside = re.sub(r"\\cdot\b", " ", inside)  # between units
     for word in re.findall(r"[^\W\d_]+(?:['\-.][^\W\d_]+)*\.?|\d+(?:\.\d+)?|[^\s]", inside):
         if word[0].isdigit():
             tokens.append(Token("number", word, Fraction(word), True))
@@ -163,3 +178,28 @@ def _fraction(found: re.Match[str]) -> str:
     shift, nines = 10 ** len(fixed), 10 ** len(cycle) - 1
     value = Fraction(int((whole + fixed) or 0)) / shift + Fraction(int(cycle), nines * shift)
     return rf" \rationalnumber{{{value.numerator}/{value.denominator}}}"
+
+
+def is_name(tokens: list[Token]) -> bool:
+    """Return whether tokens before an equals sign are a name rather than a formula."""
+    if [token.text for token in tokens[1:6]] == ["^", "{", "-", "1", "}"]:  # the name of an inverse function
+        tokens = [*tokens[:1], *tokens[6:]]
+    texts = [token.text for token in tokens]
+    product = "(" in (texts[0], *texts[1:2]) and texts[0] in (*"(abckmnxyz",) and "," not in texts
+    if product and {"+", "-"} & {*texts} and not {"f", "g", "h"} & {*texts}:
+        return False  # (x + 1)(x - 2) or x(x - 2), and not (f + g)(x)
+    depth, before = 0, ""
+    for token in tokens:
+        depth += (token.text in OPENED) - (token.text in CLOSED)
+        if token.kind == "number" and depth == 0 and before != "_":
+            return False
+        if depth == 0 and token.kind == "sign" and token.text in ("+", "-", "*", "/", "^", "%", "!", ":"):
+            return False
+        if token.kind == "function" or (
+            token.kind == "command" and token.text in ("frac", "sqrt", "times", "cdot", "begin")
+        ):
+            return False
+        before = token.text
+    letters = [token for token in tokens if token.kind == "letter"]
+    plain = all(token.kind == "letter" for token in tokens)
+    return not (plain and len(letters) > 1 and any(letter.text in "xyz" for letter in letters))

@@ -1,9 +1,10 @@
 """Values of an answer: quantities, lists, sets of numbers, relations, ratios, tables, words."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrlhf.rewards.mathematics.expressions import Expr
+from jaxrlhf.rewards.mathematics.expressions import Expr, operation
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,10 @@ class Relation:
 
 @dataclass(frozen=True)
 class Congruence:
-    """Residue class: `left` is congruent to `right` modulo `modulus`."""
+    """Residue classes: `left` is congruent to one of `rests` modulo `modulus`; `left` is None if it is left out."""
 
-    left: Expr
-    right: Expr
+    left: Expr | None
+    rests: tuple[Expr, ...]
     modulus: Expr
 
 
@@ -123,3 +124,44 @@ class Words:
     """Text in lower case and without spaces."""
 
     text: str
+
+
+def both_signs(value: Any) -> list[Any]:
+    """Return a value, or the two values that its plus-minus sign stands for."""
+    replaced = [_with_sign(value, sign) for sign in (1, -1)]
+    return [value] if replaced[0] == value else replaced
+
+
+def _with_sign(value: Any, sign: int) -> Any:
+    match value:
+        case Expr(head="plusminus", args=(inner, which)):
+            return _with_sign(inner, sign) if which * sign > 0 else operation("neg", _with_sign(inner, sign))
+        case Expr(head=head, args=args):
+            return Expr(head, tuple(_with_sign(arg, sign) if isinstance(arg, Expr) else arg for arg in args))
+        case Quantity():
+            return Quantity(_with_sign(value.expr, sign), value.unit, value.percent, value.base, value.digits)
+        case Relation():
+            sides = tuple(_with_sign(side, sign) for side in value.sides)
+            return Relation(sides, value.signs, value.named)
+    return value
+
+
+def value_of(relation: Relation) -> Any:
+    """Return the value of a named value or of a chain of equations; None for other relations."""
+    if set(relation.signs) != {"="}:
+        return None
+    if relation.named or len(relation.sides) > 2:
+        return relation.sides[-1]
+    constant = all(isinstance(side, Quantity) and not side.expr.symbols() for side in relation.sides)
+    return relation.sides[-1] if constant else None
+
+
+def matched(one: Sequence[Any], other: Sequence[Any], same: Callable[[Any, Any], bool]) -> bool:
+    """Return whether the values of two lists can be matched in equal pairs."""
+    left = list(other)
+    for value in one:
+        place = next((index for index, each in enumerate(left) if same(value, each)), None)
+        if place is None:
+            return False
+        del left[place]
+    return not left

@@ -14,6 +14,7 @@ tests by output are safer.
 """
 
 import json
+import re
 import textwrap
 import time
 from collections.abc import Mapping
@@ -23,8 +24,10 @@ from typing import Any, Literal
 from jaxrlhf.rewards.final_text import answered
 from jaxrlhf.rewards.sandbox.sandbox import Limits, run
 
-FENCE = "```"
-LANGUAGES = ("", "python", "python3", "py")
+_OPENING = re.compile(r"(?P<before>.*?)(?<!`)(?P<fence>`{3,}+|~~~)[ \t]*\{?\.?(?P<language>[\w+#-]*)[^`]*")
+_MARGIN = re.compile(r"[\s>]*(?:(?:[-*+]|\d+[.)])\s+)*")
+"""Marks of quotes and lists before a fence."""
+_PYTHON = ("python", "python3", "py")
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,18 @@ def last_program(response: str) -> str | None:
     """Return the last closed fenced block in Python; None if there is none."""
     found: str | None = None
     block: list[str] | None = None
-    language = ""
-    for line in response.split("\n"):
-        fence = line.strip()
+    fence = language = ""
+    for line in re.split(r"\r?\n", response):
+        end = line.strip(" \t>")
         if block is None:
-            if fence.startswith(FENCE) and "`" not in fence.removeprefix(FENCE):  # else it is inline code
-                block, language = [], (fence.removeprefix(FENCE).lower().split() or [""])[0]
-        elif fence == FENCE:
-            found = "\n".join(block) if language in LANGUAGES else found
+            opened = _OPENING.fullmatch(line)  # else it is inline code
+            if opened is not None:
+                fence, language = opened["fence"], opened["language"].lower()
+                # Text may precede a marked block; tildes without a mark are a line.
+                if language in _PYTHON or (fence[0] == "`" and _MARGIN.fullmatch(opened["before"])):
+                    block = []
+        elif end.startswith(fence) and not end.strip(fence[0]):
+            found = "\n".join(block) if language in ("", *_PYTHON) else found
             block = None
         else:
             block.append(line)
