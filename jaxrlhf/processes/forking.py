@@ -33,7 +33,7 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.processes.channel import Channel
 from jaxrlhf.processes.descendants import adopt_orphans, children, descendants, end_with_parent, kill
 from jaxrlhf.processes.folders import remove
-from jaxrlhf.processes.guards import settle
+from jaxrlhf.processes.guards import SHOW_SIGNAL, settle, show_stack_on_signal
 from jaxrlhf.processes.output import STDERR, STDOUT, ProcessOutput
 from jaxrlhf.processes.plain import dumps
 
@@ -41,7 +41,6 @@ COMMAND = struct.Struct("!cq")  # FORK, sent along with a socket, or SHOW or END
 FORK, SHOW, END = b"F", b"S", b"E"
 LARGEST_REQUEST = 1 << 30
 SETUP = "setup"
-SHOW_SIGNAL = signal.SIGUSR2  # a process prints its stack
 ORPHAN_CHECK_S = 5.0
 GRACE_S = 1.0  # for the next process to end by itself once the run is gone
 MOST_ROUNDS = 100  # rounds of killing processes that keep forking
@@ -327,7 +326,7 @@ def _serve(end: socket.socket, served: Served, folder: Path) -> None:
         os.setsid()
     adopt_orphans()
     end_with_parent()
-    faulthandler.register(SHOW_SIGNAL, file=STDERR)
+    show_stack_on_signal()
     own = temporary_folder(folder, os.getpid())
     own.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = tempfile.tempdir = str(own)
