@@ -34,7 +34,7 @@ from jaxrlhf.processes.channel import Channel
 from jaxrlhf.processes.descendants import adopt_orphans, children, descendants, end_with_parent, kill
 from jaxrlhf.processes.folders import remove
 from jaxrlhf.processes.guards import SHOW_SIGNAL, settle, show_stack_on_signal
-from jaxrlhf.processes.output import STDERR, STDOUT, ProcessOutput
+from jaxrlhf.processes.output import STDERR, STDOUT, Log, ProcessOutput
 from jaxrlhf.processes.plain import dumps
 
 COMMAND = struct.Struct("!cq")  # FORK, sent along with a socket, or SHOW or END and a process id
@@ -120,7 +120,7 @@ def main(fd: int, log: int, parent: int, loader: str, folder: str) -> None:
         gc.collect()
         gc.freeze()  # garbage collection in a fork would write to, and so copy, the pages shared with this process
         control.send(dumps(CodeLoaded(dumps(served.about).decode())))
-        server = _Server(control, log, parent, served, loader, Path(folder))
+        server = _Server(control, Log(log), parent, served, loader, Path(folder))
         try:
             server.run()
         finally:
@@ -141,7 +141,7 @@ def _load(loader: str, folder: Path) -> Served:
 class _Server:
     """Server loop that forks processes, kills them, and reports their ends."""
 
-    def __init__(self, control: Channel, log: int, parent: int, served: Served, loader: str, folder: Path) -> None:
+    def __init__(self, control: Channel, log: Log, parent: int, served: Served, loader: str, folder: Path) -> None:
         self._control, self._log, self._parent, self._folder = control, log, parent, folder
         self._served, self._loader = served, loader
         self._running: dict[int, ProcessOutput] = {}  # by process id
@@ -239,7 +239,7 @@ class _Server:
             os.dup2(output.inlet, STDOUT)
             os.dup2(output.inlet, STDERR)
             os.close(output.inlet)
-            os.close(self._log)
+            self._log.close()
             for one in (output, *self._running.values()):
                 one.close()
             signal.set_wakeup_fd(-1)
