@@ -45,10 +45,16 @@ class Code:
 
 @dataclass(frozen=True)
 class CodeFailure:
-    """Failure of user code to answer a call: a kind for counting, and one line for users."""
+    """Failure of user code to answer a call: a kind for counting, and one line for users.
+
+    The process names both, so the line is cut to 1000 characters before it reaches a log.
+    """
 
     cause: FailureCause
     detail: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "detail", " ".join(self.detail.split())[:1000])
 
 
 @dataclass(frozen=True)
