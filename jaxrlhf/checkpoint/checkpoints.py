@@ -22,11 +22,12 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers, handlers
 
-from jaxrlhf.checkpoint.checksums import FILE, Damaged, damage_of, special_file, write_checksums
+from jaxrlhf.checkpoint.damage import Damaged
 from jaxrlhf.checkpoint.items import Item, TreeItem, read_each
 from jaxrlhf.checkpoint.ranking import KeepBest, unchecked_metric
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
+from jaxrlhf.runtime.checksums import FILE, damage_of, special_file, write_checksums
 from jaxrlhf.tracking import say
 
 _PREFIX = "step"

@@ -1,4 +1,4 @@
-"""Checksums of the files of a checkpoint item, so that damage is found before anything is read."""
+"""Checksums of the files of a folder, such as a checkpoint item, so that damage is found before anything is read."""
 
 import json
 import stat
@@ -7,20 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from jaxrlhf.config import Refusal
-from jaxrlhf.config.refusal import reason_of
-
 FILE = "checksums.json"
-"""File with size and Adler-32 of every other file of the item's folder, by relative path.
+"""File with size and Adler-32 of every other file of the folder, by relative path.
 
 CRC-32 takes three times as long; both find every flipped bit.
 """
 
 _THREADS, _BLOCK = 4, 2**18
-
-
-class Damaged(Refusal):
-    """Checkpoint with files that differ from the saved files."""
 
 
 def write_checksums(folder: Path) -> None:
@@ -54,13 +47,13 @@ def damage_of(folder: Path, *, checked: bool) -> str | None:
     try:
         saved = {name: (size, checksum) for name, (size, checksum) in json.loads((folder / FILE).read_text()).items()}
     except (ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
-        return f"{folder / FILE} cannot be read: {reason_of(error)}"
+        return f"{folder / FILE} cannot be read: {error}"
     if missing := sorted(saved.keys() - set(_files(folder))):
         return f"{folder / missing[0]} is missing"
     try:
         found = _checksums(folder, [*saved])
     except OSError as error:
-        return f"{folder} cannot be read: {reason_of(error)}"
+        return f"{folder} cannot be read: {error}"
     for name, (size, checksum) in saved.items():
         if found[name][0] != size:
             return f"{folder / name} has {found[name][0]} bytes, expected {size}"
