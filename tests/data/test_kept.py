@@ -197,6 +197,6 @@ def test_column_values_are_restored_and_pickles_that_run_code_are_refused(tmp_pa
 
     table = ProblemTable()
     table.append(0, "p", (1,), "a", (), {"when": Runs()})
-    with pytest.raises(pickle.UnpicklingError, match=r"a record holds a _?io\.open"):
+    with pytest.raises(pickle.UnpicklingError, match=r"it holds a _?io\.open"):
         table[0]
     assert not (tmp_path / "ran").exists()
