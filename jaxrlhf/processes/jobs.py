@@ -144,9 +144,9 @@ class Job:
         Raises:
           Garbled: They do not run together.
         """
-        left, self.left, self.answered_some = self.left, [], True
-        if self.again is None or len(left) < 2 or not set(left) <= set(self.together):
+        if self.again is None or len(self.left) < 2 or not set(self.left) <= set(self.together):
             raise Garbled("no answer to a call")
+        left, self.left, self.answered_some = self.left, [], True
         for number in left if not self.done else ():
             self.again([number])
 
