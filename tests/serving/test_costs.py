@@ -147,6 +147,7 @@ def test_schema_without_an_end_ends_its_response_with_one_line_of_log(caplog):
     nested = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
     stop, [token] = tokenizer.eos_token_id, tokenizer.encode("{", add_special_tokens=False)
     constraint = JsonGrammars(tokenizer).constraint(nested, (stop,))
+    assert constraint.allowed().any()
     constraint.take(token)
     assert np.flatnonzero(np.unpackbits(constraint.allowed().view(np.uint8), bitorder="little")).tolist() == [stop]
     [line] = caplog.messages
