@@ -14,8 +14,10 @@ LARGEST_HEADERS, LARGEST_BODY = 1 << 16, 1 << 26
 """Largest size of headers in bytes, and of a body, also of one that is not read after its answer."""
 
 SMALL_PIECE, MOST_SMALL = 512, 1024
-"""Size in bytes of a small piece of a body, which is a chunk or what arrives at once, and most of them in one body. Each
-piece costs microseconds in which no other connection is served."""
+"""Size in bytes below which a piece of a body is small, and most small pieces of one body.
+
+A piece is a chunk, or what arrives at once. Each piece costs microseconds in which no other connection is served.
+"""
 
 _OTHER_FILES, _FEWEST = 128, 16
 """Files that the process opens besides connections, and the fewest connections of a useful server."""
