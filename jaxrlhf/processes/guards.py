@@ -85,6 +85,11 @@ def _file_mask() -> int:
     return mask
 
 
+def _set_limits(kept: Sequence[tuple[int, int]]) -> None:
+    for limit, values in zip(_LIMITS, kept, strict=True):
+        resource.setrlimit(limit, values)
+
+
 def _set_filters(kept: Sequence[Any]) -> None:
     warnings.filters[:] = kept  # type: ignore[index]
     with warnings.catch_warnings():  # its end makes Python look at the filters again
@@ -112,7 +117,7 @@ _SETTINGS = (
     _Setting(
         "a resource limit",
         lambda: [resource.getrlimit(limit) for limit in _LIMITS],
-        lambda kept: [resource.setrlimit(*one) for one in zip(_LIMITS, kept, strict=True)],
+        _set_limits,
     ),
     _Setting(
         "the priority",

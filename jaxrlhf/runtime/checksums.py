@@ -13,12 +13,20 @@ FILE = "checksums.json"
 CRC-32 takes three times as long; both find every flipped bit.
 """
 
+_OWNER = ""
+"""Entry of `FILE` with the id of what the folder belongs to; no file has this name."""
+
 _THREADS, _BLOCK = 4, 2**18
 
 
-def write_checksums(folder: Path) -> None:
-    """Write the checksums of all files of a folder, whose files are complete."""
-    (folder / FILE).write_text(json.dumps(_checksums(folder, _files(folder))))
+def write_checksums(folder: Path, *, owner: str = "") -> None:
+    """Write the checksums of all files of a folder, whose files are complete.
+
+    Args:
+      owner: Id of what the folder is a part of, so that `damage_of` notices the part of another one.
+    """
+    checksums: dict[str, tuple[int, int | str]] = {**_checksums(folder, _files(folder)), _OWNER: (0, owner)}
+    (folder / FILE).write_text(json.dumps(checksums))
 
 
 def is_special(path: Path) -> bool:
@@ -34,11 +42,12 @@ def special_file(folder: Path) -> str | None:
     return next((f"{path} is no regular file" for path in folder.rglob("*") if is_special(path)), None)
 
 
-def damage_of(folder: Path, *, checked: bool) -> str | None:
+def damage_of(folder: Path, *, checked: bool, owner: str = "") -> str | None:
     """Return the first damage of a folder's files, beginning with a file's path; None if all are as saved.
 
     Args:
       checked: True if the folder was saved with checksums; a folder of an earlier version has none.
+      owner: Id that `write_checksums` must have been given; "" accepts each, as of an earlier version.
     """
     if not folder.is_dir():
         return f"{folder} is missing"
@@ -48,6 +57,8 @@ def damage_of(folder: Path, *, checked: bool) -> str | None:
         saved = {name: (size, checksum) for name, (size, checksum) in json.loads((folder / FILE).read_text()).items()}
     except (ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
         return f"{folder / FILE} cannot be read: {error}"
+    if saved.pop(_OWNER, (0, ""))[1] != owner and owner:
+        return f"{folder} belongs to another checkpoint"
     if missing := sorted(saved.keys() - set(_files(folder))):
         return f"{folder / missing[0]} is missing"
     try:
