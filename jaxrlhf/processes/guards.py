@@ -90,6 +90,16 @@ def _set_limits(kept: Sequence[tuple[int, int]]) -> None:
         resource.setrlimit(limit, values)
 
 
+def _set_collection(kept: tuple[bool, tuple[int, int, int]]) -> None:
+    gc.enable() if kept[0] else gc.disable()
+    gc.set_threshold(*kept[1])
+
+
+def _set_tracers(kept: tuple[Any, Any]) -> None:
+    sys.settrace(kept[0])
+    sys.setprofile(kept[1])
+
+
 def _set_filters(kept: Sequence[Any]) -> None:
     warnings.filters[:] = kept  # type: ignore[index]
     with warnings.catch_warnings():  # its end makes Python look at the filters again
@@ -129,7 +139,8 @@ _SETTINGS = (
     _Setting("the filters of warnings", lambda: list(warnings.filters), _set_filters),
     _Setting("the switch interval", sys.getswitchinterval, sys.setswitchinterval),
     _Setting("the limit of digits", sys.get_int_max_str_digits, sys.set_int_max_str_digits),
-    _Setting("garbage collection", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    _Setting("garbage collection", lambda: (gc.isenabled(), gc.get_threshold()), _set_collection),
+    _Setting("a tracer", lambda: (sys.gettrace(), sys.getprofile()), _set_tracers),
 )
 """State of a process that is restored between calls, besides builtins, folders and open files."""
 
