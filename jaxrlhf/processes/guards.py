@@ -124,16 +124,8 @@ _SETTINGS = (
     _Setting("the environment", _environment, _set_environment),
     _Setting("the temporary folder", lambda: tempfile.tempdir, partial(setattr, tempfile, "tempdir")),
     _Setting("the mask of new files", _file_mask, os.umask),
-    _Setting(
-        "a resource limit",
-        lambda: [resource.getrlimit(limit) for limit in _LIMITS],
-        _set_limits,
-    ),
-    _Setting(
-        "the priority",
-        partial(os.getpriority, os.PRIO_PROCESS, 0),
-        partial(os.setpriority, os.PRIO_PROCESS, 0),
-    ),
+    _Setting("a resource limit", lambda: [resource.getrlimit(limit) for limit in _LIMITS], _set_limits),
+    _Setting("the priority", partial(os.getpriority, os.PRIO_PROCESS, 0), partial(os.setpriority, os.PRIO_PROCESS, 0)),
     _Setting("the time limit of sockets", socket.getdefaulttimeout, socket.setdefaulttimeout),
     _Setting("the locale", partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
     _Setting("the filters of warnings", lambda: list(warnings.filters), _set_filters),
