@@ -120,7 +120,7 @@ def main(fd: int, log: int, parent: int, loader: str, folder: str) -> None:
         gc.collect()
         gc.freeze()  # garbage collection in a fork would write to, and so copy, the pages shared with this process
         control.send(dumps(CodeLoaded(dumps(served.about).decode())))
-        server = _Server(control, Log(log), parent, served, loader, Path(folder))
+        server = _Server(control, log, parent, served, loader, Path(folder))
         try:
             server.run()
         finally:
@@ -141,8 +141,8 @@ def _load(loader: str, folder: Path) -> Served:
 class _Server:
     """Server loop that forks processes, kills them, and reports their ends."""
 
-    def __init__(self, control: Channel, log: Log, parent: int, served: Served, loader: str, folder: Path) -> None:
-        self._control, self._log, self._parent, self._folder = control, log, parent, folder
+    def __init__(self, control: Channel, log: int, parent: int, served: Served, loader: str, folder: Path) -> None:
+        self._control, self._log, self._parent, self._folder = control, Log(log), parent, folder
         self._served, self._loader = served, loader
         self._running: dict[int, ProcessOutput] = {}  # by process id
         self._outputs: dict[int, ProcessOutput] = {}  # by descriptor
