@@ -9,6 +9,7 @@ the item is read. Orbax's own files have no checksums, and nothing depends on wh
 import asyncio
 import json
 import math
+import secrets
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +23,12 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers, handlers
 
-from jaxrlhf.checkpoint.checksums import FILE, Damaged, damage_of, special_file, write_checksums
+from jaxrlhf.checkpoint.damage import Damaged
 from jaxrlhf.checkpoint.items import Item, TreeItem, read_each
 from jaxrlhf.checkpoint.ranking import KeepBest, unchecked_metric
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
+from jaxrlhf.runtime.checksums import FILE, damage_of, special_file, write_checksums
 from jaxrlhf.tracking import say
 
 _PREFIX = "step"
@@ -36,9 +38,10 @@ _UNCHECKED = {"state", "arrays"}
 
 @dataclass
 class _ItemArgs(ocp.args.CheckpointArgs):
-    """Arguments that orbax passes to `_ItemHandler`, for saving and restoring."""
+    """Arguments that orbax passes to `_ItemHandler`, for saving and restoring; the id is that of the checkpoint."""
 
     item: Item
+    saved_as: str = ""
 
 
 class _ItemWrite(ocp.future.Future):
@@ -49,8 +52,8 @@ class _ItemWrite(ocp.future.Future):
       writing: Items that are being written; this item is removed when done.
     """
 
-    def __init__(self, item: Item, directory: Path, writing: list[Item]) -> None:
-        self._item, self._directory, self._writing = item, directory, writing
+    def __init__(self, args: _ItemArgs, directory: Path, writing: list[Item]) -> None:
+        self._item, self._saved_as, self._directory, self._writing = args.item, args.saved_as, directory, writing
 
     def result(self, timeout: float | None = None) -> None:
         del timeout  # orbax checks the time afterwards; an item has its own limit for hosts that do not answer
@@ -59,7 +62,7 @@ class _ItemWrite(ocp.future.Future):
         finally:
             self._writing.remove(self._item)
         self._item.merge()
-        write_checksums(self._directory)
+        write_checksums(self._directory, owner=self._saved_as)
 
 
 class _ItemHandler(handlers.AsyncCheckpointHandler):
@@ -73,11 +76,11 @@ class _ItemHandler(handlers.AsyncCheckpointHandler):
     async def async_save(self, directory: Path, args: _ItemArgs) -> list[ocp.future.Future]:
         self._writing.append(args.item)
         await asyncio.get_running_loop().run_in_executor(self._thread, args.item.save, Path(directory))
-        return [_ItemWrite(args.item, Path(directory), self._writing)]
+        return [_ItemWrite(args, Path(directory), self._writing)]
 
     def save(self, directory: Path, args: _ItemArgs) -> None:
         args.item.save(Path(directory))
-        _ItemWrite(args.item, Path(directory), [args.item]).result()
+        _ItemWrite(args, Path(directory), [args.item]).result()
 
     def finish_after(self, failure: Exception) -> None:
         """Wait until no item is being written, after one failed; further errors are added to the failure as notes."""
@@ -198,8 +201,8 @@ class Checkpoints:
         Raises:
           Damaged: A file is not what was saved.
         """
-        folder = self.folder(step, item)
-        if (damage := damage_of(folder, checked="checksum" in self._host_state(step))) is not None:
+        folder, saved = self.folder(step, item), self._host_state(step)
+        if (damage := damage_of(folder, checked="checksum" in saved, owner=saved.get("id", ""))) is not None:
             raise self._damaged(step, damage)
         return folder
 
@@ -258,12 +261,13 @@ class Checkpoints:
             "state": dict(host),
             "arrays": {name: item.describe() for name, item in items.items()},
             "metric": metric,
+            "id": secrets.token_hex(8),  # the items have it, too
         }
         contents["checksum"] = _checksum(contents)
         self._metrics.pop(step, None)
         if metric is not None:
             self._metrics[step] = metric
-        args = {name: _ItemArgs(item) for name, item in items.items()}
+        args = {name: _ItemArgs(item, contents["id"]) for name, item in items.items()}
         with self._reconciled():
             self._manager.save(step, args=ocp.args.Composite(**args, host=ocp.args.JsonSave(contents)), force=True)
 

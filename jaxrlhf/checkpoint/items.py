@@ -11,8 +11,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxrlhf.checkpoint.checksums import special_file
 from jaxrlhf.config import Refusal
+from jaxrlhf.runtime.checksums import special_file
 
 
 def _is_not_raised(record: logging.LogRecord) -> bool:

@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxrlhf.batch import Params
-from jaxrlhf.checkpoint.checksums import damage_of, write_checksums
 from jaxrlhf.checkpoint.items import TreeItem, read_each, stored_shapes
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import read_object
@@ -26,6 +25,7 @@ from jaxrlhf.models.huggingface.load import Keep, Progress, check_head, check_pa
 from jaxrlhf.models.huggingface.save import check_new, copy_description, read_dtypes, save_each
 from jaxrlhf.models.huggingface.tensor_files import INDEX, PICKLED, SINGLE
 from jaxrlhf.models.parameters import param_shapes, path_name
+from jaxrlhf.runtime.checksums import damage_of, write_checksums
 
 WEIGHTS = "weights"
 _DTYPES = "dtypes.json"

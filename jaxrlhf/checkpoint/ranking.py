@@ -7,7 +7,7 @@ from typing import Any
 
 from orbax.checkpoint import checkpoint_managers
 
-from jaxrlhf.checkpoint.checksums import Damaged
+from jaxrlhf.checkpoint.damage import Damaged
 from jaxrlhf.config.refusal import reason_of
 
 _METRIC = "score"

@@ -27,6 +27,7 @@ from jaxrlhf.data.records import field_of, record_at
 from jaxrlhf.data.shapes import PICTURE, draw_shapes
 from jaxrlhf.episode import ShownImage
 from jaxrlhf.pictures import FORMATS, MOST_PIXELS, opened_rgb, pixels_of
+from jaxrlhf.runtime.checksums import is_special
 
 MARK = "<image>"
 """Text in a prompt that stands for the next image of its record."""
@@ -158,6 +159,8 @@ def opened(source: Hashable, *, place: str) -> Any:
         content = _content(source, Path(), place=place)
     elif kind == "record":
         content = _of_record(rest, place=place)
+    if isinstance(content, Path) and is_special(content):
+        raise Refusal(f"{place}: {content} is no regular file; leave the record out")
     with _refused(place, content):
         return opened_rgb(content.read_bytes() if isinstance(content, Path) else content)
 

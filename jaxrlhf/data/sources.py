@@ -1,7 +1,6 @@
 """Loading of a data setting: from its records to tokenized problems."""
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
@@ -41,7 +40,7 @@ from jaxrlhf.data.labelled.pairs import read_pairs, wrong_solution
 from jaxrlhf.data.labelled.steps import read_steps
 from jaxrlhf.data.records import Messages, PairPart, Row, SourceRecord, Stored, without_field
 from jaxrlhf.data.shapes import shape_records
-from jaxrlhf.data.table.cache import cache_folder_of, new_folder
+from jaxrlhf.data.table.cache import cache_folder_of, is_cached, new_folder
 from jaxrlhf.data.table.problem_table import ProblemTable
 from jaxrlhf.data.tokenized import EpisodeReader, Tokenized, TokenLimits, with_system_prompt
 
@@ -126,7 +125,7 @@ def load_problems(
         folder = cache_folder_of([(one.data, one[1:]) for one in read], split, tokenizer, limits)
     if folder is None:
         return _tokenized(read, split, Tokenized(tokenizer, limits, reader=reader, episodes=episodes))
-    if not os.path.isdir(folder):  # Path.is_dir raises if a parent folder is not readable
+    if not is_cached(folder):
         with new_folder(folder) as new:
             loaded = _tokenized(read, split, Tokenized(tokenizer, limits, reader=None, episodes=None, folder=new))
             if new is None:

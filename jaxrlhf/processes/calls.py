@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable
+from contextvars import copy_context
 from typing import Any
 
 from jaxrlhf.config.named_functions import one_line
@@ -37,7 +38,7 @@ class Calls:
         self._loop: asyncio.Runner | None = None
         self._outputs = CountedOutput(STDOUT), CountedOutput(STDERR)
         sys.stdout, sys.stderr = (output.text() for output in self._outputs)
-        self._state = ProcessState()
+        self._state, self._context = ProcessState(), copy_context()
         self._number = 0
         self.spoilt = ""
 
@@ -92,10 +93,12 @@ class Calls:
         """Call a function, and await its result if it is awaitable."""
         self._begin()
         try:
-            value = function(*args, **fields)
+            value = self._context.run(function, *args, **fields)
         finally:
             self._restore_builtins()  # before other code uses them
-        return self._runner().run(self.awaited(value)) if inspect.isawaitable(value) else value
+        if inspect.isawaitable(value):
+            return self._runner().run(self.awaited(value), context=self._context)
+        return value
 
     async def awaited(self, value: Awaitable[Any]) -> Any:
         """Await the call of an async function, and cancel it at the limit."""
@@ -126,10 +129,11 @@ class Calls:
             await asyncio.gather(*(answer(*one) for one in calls))
 
         self._begin()
-        self._runner().run(gather())
+        self._runner().run(gather(), context=self._context)
 
     def restore(self) -> None:
-        """Restore the state of the process for the next call."""
+        """Restore the state of the process for the next call, also context variables, such as those of `decimal`."""
+        self._context = copy_context()
         left = self._state.restore()
         if left:
             self.spoilt = f"{left} was changed in it"

@@ -1,4 +1,4 @@
-"""Limits on the connections of an HTTP server: their number, and a client's time for its headers and for reading."""
+"""Limits on the connections of an HTTP server: their number, a client's time, and the pieces of a body."""
 
 import asyncio
 import resource
@@ -10,8 +10,34 @@ from uvicorn.protocols.http.h11_impl import H11Protocol  # httptools, the other 
 from jaxrlhf.config import Refusal
 
 CONNECTIONS, HEADERS_S, UNREAD_S = 1024, 10.0, 30.0
+LARGEST_HEADERS, LARGEST_BODY = 1 << 16, 1 << 26
+"""Largest size of headers in bytes, and of a body, also of one that is not read after its answer."""
+
+SMALL_PIECE, MOST_SMALL = 512, 1024
+"""Size in bytes below which a piece of a body is small, and most small pieces of one body.
+
+A piece is a chunk, or what arrives at once. Each piece costs microseconds in which no other connection is served.
+"""
+
 _OTHER_FILES, _FEWEST = 128, 16
 """Files that the process opens besides connections, and the fewest connections of a useful server."""
+
+
+class _BoundedBody(h11.Connection):
+    """Parser that refuses a body of too many bytes or of too many small pieces, also one that nobody reads."""
+
+    _bytes = _small = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._bytes = self._small = 0
+        elif isinstance(event, h11.Data):
+            self._bytes += len(event.data)
+            self._small += len(event.data) < SMALL_PIECE
+            if self._bytes > LARGEST_BODY or self._small > MOST_SMALL:
+                raise h11.RemoteProtocolError("a body of too many bytes or pieces")
+        return event
 
 
 class ConnectionLimits:
@@ -49,6 +75,10 @@ class ConnectionLimits:
         limits = self
 
         class LimitedConnection(H11Protocol):
+            def __init__(self, config: Any, *args: Any, **fields: Any) -> None:
+                super().__init__(config, *args, **fields)
+                self.conn = _BoundedBody(h11.SERVER, LARGEST_HEADERS)
+
             def connection_made(self, transport: Any) -> None:
                 super().connection_made(transport)
                 limits._opened(self)

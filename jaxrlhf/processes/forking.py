@@ -33,15 +33,14 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.processes.channel import Channel
 from jaxrlhf.processes.descendants import adopt_orphans, children, descendants, end_with_parent, kill
 from jaxrlhf.processes.folders import remove
-from jaxrlhf.processes.guards import settle
-from jaxrlhf.processes.output import STDERR, STDOUT, ProcessOutput
+from jaxrlhf.processes.guards import SHOW_SIGNAL, settle, show_stack_on_signal
+from jaxrlhf.processes.output import STDERR, STDOUT, Log, ProcessOutput
 from jaxrlhf.processes.plain import dumps
 
 COMMAND = struct.Struct("!cq")  # FORK, sent along with a socket, or SHOW or END and a process id
 FORK, SHOW, END = b"F", b"S", b"E"
 LARGEST_REQUEST = 1 << 30
 SETUP = "setup"
-SHOW_SIGNAL = signal.SIGUSR2  # a process prints its stack
 ORPHAN_CHECK_S = 5.0
 GRACE_S = 1.0  # for the next process to end by itself once the run is gone
 MOST_ROUNDS = 100  # rounds of killing processes that keep forking
@@ -143,7 +142,7 @@ class _Server:
     """Server loop that forks processes, kills them, and reports their ends."""
 
     def __init__(self, control: Channel, log: int, parent: int, served: Served, loader: str, folder: Path) -> None:
-        self._control, self._log, self._parent, self._folder = control, log, parent, folder
+        self._control, self._log, self._parent, self._folder = control, Log(log), parent, folder
         self._served, self._loader = served, loader
         self._running: dict[int, ProcessOutput] = {}  # by process id
         self._outputs: dict[int, ProcessOutput] = {}  # by descriptor
@@ -240,7 +239,7 @@ class _Server:
             os.dup2(output.inlet, STDOUT)
             os.dup2(output.inlet, STDERR)
             os.close(output.inlet)
-            os.close(self._log)
+            self._log.close()
             for one in (output, *self._running.values()):
                 one.close()
             signal.set_wakeup_fd(-1)
@@ -327,7 +326,7 @@ def _serve(end: socket.socket, served: Served, folder: Path) -> None:
         os.setsid()
     adopt_orphans()
     end_with_parent()
-    faulthandler.register(SHOW_SIGNAL, file=STDERR)
+    show_stack_on_signal()
     own = temporary_folder(folder, os.getpid())
     own.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = tempfile.tempdir = str(own)

@@ -19,7 +19,7 @@ from jaxrlhf.processes.descendants import descendants, kill
 from jaxrlhf.processes.folders import remove
 from jaxrlhf.processes.forking import COMMAND, FORK, SETUP, CodeLoaded, CodeRefused, ProcessEnded, ProcessForked
 from jaxrlhf.processes.jobs import Code
-from jaxrlhf.processes.output import STDERR, ProcessOutput
+from jaxrlhf.processes.output import STDERR, Log, ProcessOutput
 from jaxrlhf.processes.plain import loads
 
 LARGEST_MESSAGE = 1 << 24  # of the server
@@ -51,7 +51,8 @@ class ForkServer:
         (self._folder / SETUP).write_bytes(pickle.dumps(code.setup))
         ours, theirs = socket.socketpair()
         log = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666) if output else os.dup(STDERR)
-        self._log, self.output = log, ProcessOutput(log)
+        self._log = Log(log)
+        self.output = ProcessOutput(self._log)
         program = (
             f"import sys; sys.path[:] = {sys.path!r}; from jaxrlhf.processes.forking import main; "
             f"main({theirs.fileno()}, {log}, {os.getpid()}, {code.loader!r}, {str(self._folder)!r})"
@@ -71,7 +72,7 @@ class ForkServer:
         except BaseException:
             ours.close()
             self.output.close()
-            os.close(log)
+            self._log.close()
             remove(self._folder)
             raise
         finally:
@@ -156,7 +157,7 @@ class ForkServer:
         remove(self._folder)
         status = self._process.wait()
         self.output.finish(self._process.pid)
-        os.close(self._log)
+        self._log.close()
         return how_it_ended(status)
 
 

@@ -45,10 +45,16 @@ class Code:
 
 @dataclass(frozen=True)
 class CodeFailure:
-    """Failure of user code to answer a call: a kind for counting, and one line for users."""
+    """Failure of user code to answer a call: a kind for counting, and one line for users.
+
+    The process names both, so the line is cut to 1000 characters before it reaches a log.
+    """
 
     cause: FailureCause
     detail: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "detail", " ".join(self.detail.split())[:1000])
 
 
 @dataclass(frozen=True)
@@ -138,9 +144,9 @@ class Job:
         Raises:
           Garbled: They do not run together.
         """
-        left, self.left, self.answered_some = self.left, [], True
-        if self.again is None or len(left) < 2 or not set(left) <= set(self.together):
+        if self.again is None or len(self.left) < 2 or not set(self.left) <= set(self.together):
             raise Garbled("no answer to a call")
+        left, self.left, self.answered_some = self.left, [], True
         for number in left if not self.done else ():
             self.again([number])
 

@@ -1,4 +1,4 @@
-"""Output of user code: counted for each call in its process, and bounded for each process on its way to the log."""
+"""Output of user code: counted for each call in its process, and bounded on its way to the log."""
 
 import io
 import os
@@ -11,6 +11,10 @@ MOST_BYTES = 1 << 18
 MOST_READS = 16
 """Largest number of reads of an ended process's output: a process that escaped its end may print without end."""
 
+MOST_LOGGED = 1 << 26
+"""Largest size of a log of user code in bytes, so that a run of any length does not fill its disk."""
+
+_FULL = f"\nthis log has {MOST_LOGGED} bytes: further output of user code is not logged\n".encode()
 STDOUT, STDERR = 1, 2
 
 
@@ -35,20 +39,39 @@ class CountedOutput(io.FileIO):
         return io.TextIOWrapper(self, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
+class Log:
+    """Log of a run's user code, which takes `MOST_LOGGED` bytes of all processes together.
+
+    Bytes are counted by the size of its file, which fork servers, hosts and resumed runs share. A log that is no
+    regular file, such as a terminal, counts what this process has written.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._written, self._full = descriptor, 0, False
+
+    def write(self, text: bytes) -> None:
+        """Append a text, or say once that the log is full."""
+        with suppress(OSError):  # a full disk must not end the server, and with it all processes
+            if max(self._written, os.fstat(self._descriptor).st_size) + len(text) > MOST_LOGGED:
+                text = b"" if self._full else _FULL
+                self._full = True
+            self._written += os.write(self._descriptor, text)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
 class ProcessOutput:
     """Pipe from a process to the log.
 
     The pipe also carries what C code and child processes print. The first `MOST_BYTES` bytes are passed on, and the
     rest is counted.
 
-    Args:
-      log: Descriptor of the log.
-
     Attributes:
       inlet: Descriptor that the process writes to.
     """
 
-    def __init__(self, log: int) -> None:
+    def __init__(self, log: Log) -> None:
         self._log = log
         self._outlet, self.inlet = os.pipe()
         os.set_blocking(self._outlet, False)
@@ -64,9 +87,9 @@ class ProcessOutput:
         except BlockingIOError:
             return False
         passed = data[: MOST_BYTES - self._passed]
-        self._write(passed)
+        self._log.write(passed)
         if len(passed) < len(data) and not self._dropped:
-            self._write(b"\nfurther output of this process is not logged\n")
+            self._log.write(b"\nfurther output of this process is not logged\n")
         self._passed += len(passed)
         self._dropped += len(data) - len(passed)
         return bool(data)
@@ -79,11 +102,7 @@ class ProcessOutput:
         self.close()
         if self._dropped:
             dropped = f"{self._dropped} bytes of its output, after {MOST_BYTES}, were not logged"
-            self._write(f"process {pid}: {dropped}\n".encode())
+            self._log.write(f"process {pid}: {dropped}\n".encode())
 
     def close(self) -> None:
         os.close(self._outlet)
-
-    def _write(self, text: bytes) -> None:
-        with suppress(OSError):  # a full disk must not end the server, and with it all processes
-            os.write(self._log, text)

@@ -91,11 +91,12 @@ class RewardCode:
 
         if is_batched(function):
             _call_batch(calls, function, examples)
+            calls.restore()
         elif is_async(function):
             calls.answer_together((index, functools.partial(make_async, one)) for index, one in enumerate(examples))
+            calls.restore()
         else:
             calls.answer_in_turn((index, functools.partial(make_call, one)) for index, one in enumerate(examples))
-        calls.restore()
         if not calls.spoilt:
             return
         with suppress(OSError):  # standard error may be what was closed

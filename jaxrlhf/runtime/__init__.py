@@ -1,1 +1,2 @@
-"""Process settings: environment before JAX starts, compiled programs kept between runs, return of freed memory."""
+"""Process settings: environment before JAX starts, compiled programs kept between runs, return of freed memory,
+checksums of files."""

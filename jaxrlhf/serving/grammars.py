@@ -78,4 +78,5 @@ class JsonConstraint:
     def take(self, token: int) -> None:
         """Advance by a sampled token."""
         if token not in self._stop_tokens and not self._matcher.consume_token(token):
-            logger.warning("a grammar ended its response early: %s", self._matcher.get_error()[:300])
+            reason = self._matcher.get_error().splitlines()[0]  # the next lines are the whole state of the grammar
+            logger.warning("a grammar ended its response early: %.300s", reason)

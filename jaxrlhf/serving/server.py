@@ -44,5 +44,4 @@ class Server(HttpServer):
             timeout_keep_alive=30,
             timeout_graceful_shutdown=2 * _GRACE_S,
             backlog=2048,
-            h11_max_incomplete_event_size=1 << 16,
         )

@@ -2,10 +2,11 @@
 
 import errno
 import os
+import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from jaxrlhf.batch import Diverged
 from jaxrlhf.rewards import RewardsFailing
 from jaxrlhf.single_controller.ray.failure import HostFailure
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskFull(OSError):
-    """Error: a file could not be written because its disk, or its owner's quota, is full.
+    """Error: a file could not be written because its disk or its owner's quota is full, or because of a limit on files.
 
     Args:
       place: File or folder that was to be written.
@@ -26,7 +27,11 @@ class DiskFull(OSError):
     def __init__(self, place: Path) -> None:
         there = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
         free, total = shutil.disk_usage(there).free, shutil.disk_usage(there).total
-        super().__init__(f"no space left to write {place}: {free / 1e6:.1f} of {total / 1e6:.0f} MB are free there")
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        most = "" if limit == resource.RLIM_INFINITY else f", and a file may have {limit / 1e6:.1f} MB (ulimit -f)"
+        super().__init__(
+            f"no space left to write {place}: {free / 1e6:.1f} of {total / 1e6:.0f} MB are free there{most}"
+        )
 
 
 @contextmanager
@@ -80,12 +85,14 @@ def one_message() -> Iterator[None]:
     before, sys.unraisablehook = sys.unraisablehook, _print
     try:
         yield
-    except (DiskFull, Diverged, HostFailure, RewardsFailing) as failure:
-        if os.environ.get("JAXRLHF_DEBUG") == "1":
+    except (OSError, Diverged, HostFailure, RewardsFailing) as failure:
+        full = isinstance(failure, DiskFull) or getattr(failure, "errno", None) in _FULL  # such as standard output's
+        if os.environ.get("JAXRLHF_DEBUG") == "1" or (isinstance(failure, OSError) and not full):
             raise
         print("\n".join([f"error: {failure}", *getattr(failure, "__notes__", [])]), file=sys.stderr, flush=True)
-        if isinstance(failure, DiskFull):
-            sys.stdout.flush()
+        if full:
+            with suppress(OSError):
+                sys.stdout.flush()
             os._exit(1)  # at the interpreter's end libraries would try to write once more, and print tracebacks
         sys.exit(1)
     finally:

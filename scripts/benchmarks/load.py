@@ -56,8 +56,8 @@ def checkpoint(folder: Path, gigabytes: float) -> dict[str, Any]:
 
     from jaxrlhf import models
     from jaxrlhf.checkpoint import Checkpoints
-    from jaxrlhf.checkpoint.checksums import damage_of, write_checksums
     from jaxrlhf.checkpoint.items import TreeItem
+    from jaxrlhf.runtime.checksums import damage_of, write_checksums
 
     config = model(gigabytes)
     held = [jax.block_until_ready(jax.jit(models.init_params, static_argnums=(0, 1))(config, "lm", jax.random.key(0)))]

@@ -19,7 +19,9 @@ ATTACKS = {
         *("tests/checkpoint/test_pipes.py", "tests/runs/test_damaged_policy.py"),
     ],
     "kills, damaged checkpoints, a full disk": ["tests/runs/test_resume.py", "tests/runs/test_odd_folders.py"],
-    "kills of asynchronous runs": ["tests/runs/test_asynchronous.py"],
+    "kills of asynchronous runs, changed responses": [
+        *("tests/runs/test_asynchronous.py", "tests/trainer/test_queue_item.py"),
+    ],
     "records of other programs, cut and damaged lines": ["tests/tracking/test_tracking.py"],
     "damaged model folders, files that execute": [
         *("tests/models/test_damage.py", "tests/models/test_checkpoints.py", "tests/models/test_gguf.py"),

@@ -81,6 +81,17 @@ def test_state_of_another_form_is_damage(folder, contents):
         restored(folder, 3, read_only=True)
 
 
+@pytest.mark.parametrize("item", ["actor", "critic"])
+def test_item_of_another_checkpoint_is_damage(folder, tmp_path, item):
+    """A copy that was interrupted mixes checkpoints; each item is whole by itself."""
+    with closing(Checkpoints(tmp_path / "other" / "checkpoints")) as checkpoints:
+        checkpoints.save(3, held(), STATE)
+    shutil.rmtree(folder / "step_3" / item)
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "step_3" / item, folder / "step_3" / item)
+    with pytest.raises(Damaged, match=rf"step 3 is damaged: .*/step_3/{item} belongs to another checkpoint"):
+        restored(folder, 3)
+
+
 def saved_once_more(folder, **how):
     """Save step 4 where one checkpoint is kept beside the best one; return the steps that are left."""
     with closing(Checkpoints(folder, keep_last=1, keep_best=1, **how)) as checkpoints:

@@ -117,6 +117,7 @@ def test_long_prompts_with_images_are_dropped(seeing, tmp_path):
     [
         ({"problem": "<image>?", "images": "none.png"}, "no image"),
         ({"problem": "<image>?", "images": "broken.png"}, "damaged"),
+        ({"problem": "<image>?", "images": "/dev/null"}, "no regular file"),  # neither is /dev/zero, which has no end
         ({"problem": "<image>?", "images": "data:image/png;base64,????"}, "base64"),
         ({"problem": "<image>?", "images": 3}, "must be bytes"),
         ({"problem": "<image>?", "images": "http://here/one.png"}, "nothing is fetched"),

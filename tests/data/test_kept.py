@@ -3,6 +3,7 @@
 import gzip
 import os
 import pickle
+import threading
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -89,6 +90,50 @@ def test_pairs_steps_and_mixtures_are_cached(folder):
     assert [(name, index.tolist()) for name, index in mixed.problems.sources] == [("a", [*range(9)]), ("b", [9, 10])]
 
 
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def replace_by_a_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, replace_by_a_pipe, Path.unlink])
+@pytest.mark.parametrize("name", ["rows.arrow", "table.json", "split.json", "checksums.json"])
+def test_a_damaged_cache_is_noticed_and_made_again(folder, caplog, name, damage):
+    data = PromptFile(write(folder / "a.jsonl", RECORDS), solution_key="solution")
+    before = load(data)
+    problems = [*before.problems]
+    del before  # the mapped file
+    [cached] = (folder / "kept").iterdir()
+    damage(cached / name)
+    released = threading.Timer(20, lambda: os.close(os.open(cached / name, os.O_RDWR)))  # ends a read that waits
+    if damage is replace_by_a_pipe:
+        released.start()
+    assert [*load(data).problems] == problems
+    released.cancel()
+    [notice] = caplog.messages
+    assert notice.startswith(f"the data cache is damaged: {cached}/") and notice.endswith("read and tokenized again")
+    assert [*load(data).problems] == problems
+    assert len(caplog.messages) == 1 and folders(folder) == [cached.name]
+
+
+def test_a_damaged_cache_that_cannot_be_removed_is_refused(folder, monkeypatch):
+    data = PromptFile(write(folder / "a.jsonl", RECORDS))
+    cached = load(data).kept
+    flip_a_bit(cached / "rows.arrow")
+
+    def fails(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(cache.shutil, "rmtree", fails)
+    with pytest.raises(Refusal, match=f"rows.arrow has a wrong checksum.*; delete {cached}, which failed here"):
+        load(data)
+
+
 def test_small_files_are_not_cached(folder, monkeypatch):
     monkeypatch.setattr(cache, "LEAST_BYTES", 2**20)
     assert load(PromptFile(write(folder / "a.jsonl", RECORDS))).kept is None
@@ -152,6 +197,6 @@ def test_column_values_are_restored_and_pickles_that_run_code_are_refused(tmp_pa
 
     table = ProblemTable()
     table.append(0, "p", (1,), "a", (), {"when": Runs()})
-    with pytest.raises(pickle.UnpicklingError, match=r"a record holds a _?io\.open"):
+    with pytest.raises(pickle.UnpicklingError, match=r"it holds a _?io\.open"):
         table[0]
     assert not (tmp_path / "ran").exists()

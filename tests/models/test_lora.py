@@ -222,16 +222,21 @@ def test_tensors_that_do_not_fit_are_named(every_matrix, tmp_path):
 
 
 def test_damaged_and_missing_files_are_named(every_matrix, tmp_path):
-    with pytest.raises(ValueError, match=r"adapter_config\.json is missing or not a JSON"):
+    with pytest.raises(ValueError, match=r"adapter_config\.json cannot be read as JSON \(no such file\)"):
         every_matrix.load(tmp_path)
     (tmp_path / "adapter_config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"adapter_config\.json is missing or not a JSON object"):
+    with pytest.raises(ValueError, match=r"adapter_config\.json has a list, expected a JSON object"):
         every_matrix.load(tmp_path)
     shutil.copytree(every_matrix.files, tmp_path / "cut")
     file = tmp_path / "cut" / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match="is missing or damaged"):
         every_matrix.load(tmp_path / "cut")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (tmp_path / "cut" / name).unlink()
+        (tmp_path / "cut" / name).symlink_to("/dev/null")
+        with pytest.raises(ValueError, match=rf"{name}.*\(no regular file\)"):
+            every_matrix.load(tmp_path / "cut")
 
 
 def test_targets_that_are_no_matrices_are_refused():

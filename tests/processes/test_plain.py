@@ -61,6 +61,13 @@ def test_a_failure_has_one_of_the_causes():
         loads(b'["CodeFailure", {"cause": "fun", "detail": ""}]', (CodeFailure,))
 
 
+def test_the_detail_of_a_failure_is_one_line_of_limited_length():
+    found = loads(
+        json.dumps(["CodeFailure", {"cause": "crash", "detail": "two\nlines " * 10**5}]).encode(), (CodeFailure,)
+    )
+    assert found.detail.startswith("two lines two lines") and "\n" not in found.detail and len(found.detail) == 1000
+
+
 def test_a_state_contains_no_mapping():
     message = json.loads(dumps(Observation(SAID, state=("a",))))
     message[1]["state"] = [{"a": 1}]

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxrlhf.processes.http_server import HttpServer
+
 SUPPORT = Path(__file__).parents[1] / "support"
 SERVE = """
     import time
@@ -188,3 +190,51 @@ def test_headers_are_bounded_where_httptools_is_installed():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
+
+
+async def counts(scope, receive, send):
+    """Answer with the size of the body; `/unread` answers without reading it."""
+    size, more = 0, scope["path"] != "/unread"
+    while more:
+        message = await receive()
+        size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+    body = str(size).encode()
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": 200, "headers": [length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def answered(address, path, size, count):
+    """Return the last line of the answer to `count` chunks of a size, and whether the server closed the connection."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as one:
+        answer, closed = b"", False
+        try:
+            one.sendall(f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+            for start in range(0, count, 1000):
+                one.sendall(f"{size:x}\r\n{size * 'x'}\r\n".encode() * min(1000, count - start))
+            one.sendall(b"0\r\n\r\n")
+            while not answer.endswith(str(size * count).encode()) and (part := one.recv(4096)):
+                answer += part
+        except ConnectionError:
+            closed = True
+        return answer.rpartition(b"\r\n")[2].decode(), closed
+
+
+@pytest.mark.parametrize("path", ["/", "/unread"])
+def test_body_in_tiny_pieces_is_cut(path):
+    """Each piece holds up all connections for some microseconds."""
+    server = HttpServer(host="127.0.0.1", port=0, flags="--port")
+    server.answer_by(counts)
+    with server:
+        assert answered(server.address, path, 1, 100_000)[1]
+        assert answered(server.address, "/", 1024, 4000) == ("4096000", False)
+        assert answered(server.address, "/", 1, 500) == ("500", False)
+
+
+def test_body_that_nobody_reads_is_cut(monkeypatch):
+    monkeypatch.setattr("jaxrlhf.processes.connections.LARGEST_BODY", 1 << 20)
+    server = HttpServer(host="127.0.0.1", port=0, flags="--port")
+    server.answer_by(counts)
+    with server:
+        assert answered(server.address, "/unread", 1 << 16, 1000)[1]

@@ -185,7 +185,7 @@ def test_arrays_are_not_numbers(run):
 
 
 @pytest.mark.parametrize("name", ["single", "many", "waits"])
-@pytest.mark.parametrize("forged", ["pickle", "answer", "idle", "type"])
+@pytest.mark.parametrize("forged", ["pickle", "answer", "idle", "split", "type"])
 def test_a_forged_answer_loses_its_example_and_is_never_executed(run, tmp_path, name, forged):
     note = tmp_path / "executed"
     values, failures, _ = run(name, ["value 0", f"forge {forged} {note}", "value 2"])

@@ -153,6 +153,13 @@ def test_what_ends_a_run_is_one_message(command, failure, monkeypatch, capsys):
         run_module(command, "--config", config)
 
 
+def test_full_disk_of_standard_output_is_one_message(tmp_path):
+    code = "from jaxrlhf.trainer.failures import one_message\nwith one_message(): print(10_000 * 'x', flush=True)"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")
+
+
 def test_a_run_that_was_stopped_is_no_success(tmp_path, monkeypatch, capsys):
     config = Path(__file__).parents[1] / "support" / "tiny_runs.py"
     for finished, code in ((False, 128 + signal.SIGTERM), (True, None)):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx2 as httpx
+import numpy as np
 import pytest
 from chat_families import tokenizer_of
 from scripted_models import Api
@@ -138,6 +139,19 @@ def test_large_schema_is_refused_before_it_is_compiled():
     pytest.importorskip("llguidance")
     with pytest.raises(ApiError, match="expected at most 131072"):
         JsonGrammars.constraint(SimpleNamespace(), {"enum": ["a" * 1000 for _ in range(200)]}, ())
+
+
+def test_schema_without_an_end_ends_its_response_with_one_line_of_log(caplog):
+    pytest.importorskip("llguidance")
+    tokenizer = embedded_tokenizer()
+    nested = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    stop, [token] = tokenizer.eos_token_id, tokenizer.encode("{", add_special_tokens=False)
+    constraint = JsonGrammars(tokenizer).constraint(nested, (stop,))
+    assert constraint.allowed().any()
+    constraint.take(token)
+    assert np.flatnonzero(np.unpackbits(constraint.allowed().view(np.uint8), bitorder="little")).tolist() == [stop]
+    [line] = caplog.messages
+    assert line.startswith("a grammar ended its response early: ") and "\n" not in line
 
 
 # Many messages

@@ -34,6 +34,7 @@ def misbehave(response):
             "pickle": lambda: pickle.dumps(Executed(path)),
             "answer": lambda: number + json.dumps(answer).encode(),
             "idle": lambda: number + json.dumps(["Idle", {"spoilt": ""}]).encode(),
+            "split": lambda: number + json.dumps(["Split", {}]).encode(),
             "type": lambda: number + json.dumps(["Example", {}]).encode(),
         }[what]()
         for descriptor in range(3, 64):

@@ -1,7 +1,5 @@
 """The off-policy schedule: which policy draws what, what may wait, and what a checkpoint keeps of it."""
 
-import pickle
-import sys
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 from made_steps import Made, done, problem, rollout_of
 
-from jaxrlhf.batch import Sequences
 from jaxrlhf.checkpoint import Damaged
 from jaxrlhf.config import (
     GRPO,
@@ -38,7 +35,7 @@ from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.trainer.asynchronous.collector import Collector
 from jaxrlhf.trainer.asynchronous.off_policy import OffPolicy, age_metrics
-from jaxrlhf.trainer.asynchronous.queue_item import QUEUE, QueueItem, settled
+from jaxrlhf.trainer.asynchronous.queue_item import QUEUE, settled
 from jaxrlhf.trainer.schedule import Synchronous
 from jaxrlhf.workers.build import Builder
 from jaxrlhf.workers.summary import pool_rows
@@ -322,28 +319,3 @@ def test_the_table_at_start_says_what_waits_in_the_memory_of_hosts_that_generate
     rows = {row[:2]: row[2] for row in pool_rows(builder)}
     weights = rows["generation", "weights"]
     assert rows.get(("generation", "next weights")) == (f"up to {sets} x {weights}" if sets else None)
-
-
-class Renamed:
-    """A class that the code which goes on does not have."""
-
-
-def test_what_waits_and_was_saved_by_other_code_is_refused(tmp_path, monkeypatch):
-    taken: list[object] = []
-    item = QueueItem(lambda: [Renamed()], taken.append)
-    item.save(tmp_path)
-    monkeypatch.delattr(sys.modules[__name__], "Renamed")
-    with pytest.raises(Refusal, match=r"saved by a different version of the code .*Renamed"):
-        item.restore(tmp_path)
-    assert not taken
-
-
-def test_what_waits_without_a_field_that_there_is_now_is_refused(tmp_path):
-    taken: list[object] = []
-    sequences = Sequences(*np.zeros((2, 1, 1), np.int32), np.ones((1, 1), bool), np.zeros(1, np.int64))
-    del sequences.__dict__["recorded"]  # as in a checkpoint of before
-    item = QueueItem(lambda: [(sequences,)], taken.append)
-    (tmp_path / "collected.pickle").write_bytes(pickle.dumps([(sequences,)]))
-    with pytest.raises(Refusal, match=r"saved by a different version of the code .*recorded"):
-        item.restore(tmp_path)
-    assert not taken

@@ -305,6 +305,7 @@ def test_an_update_that_fails_says_in_which_step_it_was():
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
+LIMITED = OSError(errno.EFBIG, "File too large")
 FROM_TENSORSTORE = ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device [os_error_code='28']")
 
 
@@ -324,7 +325,7 @@ class FileLog(PhaseLog):
     ("target", "error", "named"),
     [
         ("jaxrlhf.trainer.log.JsonLines.log", FULL, "metrics.jsonl"),
-        ("jaxrlhf.trainer.log.SampleFile.add", FULL, "samples.jsonl"),
+        ("jaxrlhf.trainer.log.SampleFile.add", LIMITED, "samples.jsonl"),
         ("jaxrlhf.trainer.log.save_learning_curve", FULL, "curve.png"),
         ("", FROM_TENSORSTORE, "checkpoints"),
     ],

@@ -1,13 +1,14 @@
 """Cache of tokenized splits on disk, so that a large data set is read and tokenized once.
 
 A split is cached if its text is large (`LEAST_BYTES`). Its folder is named by a hash of all that its tokens depend on:
-the settings of the data, its files with their sizes and times, the tokenizer and the limits. JAXRLHF_DATA_CACHE is the
-cache's folder, instead of `jaxrlhf/data` under XDG_CACHE_HOME or `~/.cache`; `false` disables the cache. Folders may be
-deleted at any time.
+the settings of the data, its files with their sizes and times, the tokenizer and the limits. Its files have checksums,
+which are compared before they are read. JAXRLHF_DATA_CACHE is the cache's folder, instead of `jaxrlhf/data` under
+XDG_CACHE_HOME or `~/.cache`; `false` disables the cache. Folders may be deleted at any time.
 """
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -18,10 +19,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.config import DataSet, to_json
+from jaxrlhf.config import DataSet, Refusal, to_json
 from jaxrlhf.config.sources import HubFiles, RecordFiles
 from jaxrlhf.data.hub import identity
 from jaxrlhf.runtime.cache_folder import cache_folder
+from jaxrlhf.runtime.checksums import damage_of, write_checksums
 
 LEAST_BYTES = 16 * 2**20
 """Minimum total size of the text of a split that is cached."""
@@ -30,6 +32,8 @@ _COMPRESSION = 8
 """Approximate bytes of text in one byte of a compressed file."""
 
 _VERSION = 10
+
+logger = logging.getLogger(__name__)
 
 
 def cache_folder_of(
@@ -68,6 +72,24 @@ def _place() -> Path | None:
     return None if caches is None else caches / "data"
 
 
+def is_cached(folder: Path) -> bool:
+    """Return True if a folder is there as it was written; a damaged one is removed.
+
+    Raises:
+      Refusal: A damaged folder cannot be removed.
+    """
+    if not os.path.lexists(folder):  # Path.exists raises if a parent folder is not readable
+        return False
+    if (damage := damage_of(folder, checked=True)) is None:
+        return True
+    logger.warning("the data cache is damaged: %s; the data is read and tokenized again", damage)
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise Refusal(f"the data cache is damaged: {damage}; delete {folder}, which failed here ({error})") from error
+    return False
+
+
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path | None]:
     """Yield a new folder to write to, renamed to `folder` after the block; None if nothing can be written there."""
@@ -79,6 +101,7 @@ def new_folder(folder: Path) -> Iterator[Path | None]:
         return
     try:
         yield made
+        write_checksums(made)
         if not folder.exists():  # another run may have been faster
             os.replace(made, folder)
     finally:

@@ -5,7 +5,7 @@ import pickle
 from typing import Any
 from zoneinfo import ZoneInfo
 
-_ALLOWED = frozenset(
+ALLOWED = frozenset(
     {
         *(("datetime", name) for name in ("date", "datetime", "time", "timedelta", "timezone")),
         ("decimal", "Decimal"),
@@ -16,26 +16,30 @@ _ALLOWED = frozenset(
 """Module and name of the types that a value may have, besides built-in types and time zones."""
 
 
-class _Pickler(pickle.Pickler):
+class Pickler(pickle.Pickler):
+    """Pickler of the values that data columns may have."""
+
     def persistent_id(self, value: Any) -> str | None:
         """Return the name of a time zone, which would be pickled as a call of any function."""
         return value.key if isinstance(value, ZoneInfo) else None
 
 
-class _Unpickler(pickle.Unpickler):
+class Unpickler(pickle.Unpickler):
+    """Unpickler that builds no other objects."""
+
     def persistent_load(self, key: Any) -> Any:
         return ZoneInfo(key)
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"a record holds a {module}.{name}")
+        if (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(f"it holds a {module}.{name}")
         return super().find_class(module, name)
 
 
 def dumps(value: Any) -> bytes:
     """Pickle a record for `loads`."""
     written = io.BytesIO()
-    _Pickler(written).dump(value)
+    Pickler(written).dump(value)
     return written.getvalue()
 
 
@@ -45,4 +49,4 @@ def loads(content: bytes) -> Any:
     Raises:
       pickle.UnpicklingError: The record holds a type that data columns do not have.
     """
-    return _Unpickler(io.BytesIO(content)).load()
+    return Unpickler(io.BytesIO(content)).load()

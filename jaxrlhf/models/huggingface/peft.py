@@ -11,12 +11,14 @@ import numpy as np
 
 from jaxrlhf.batch import Params
 from jaxrlhf.config import Lora, Refusal
+from jaxrlhf.config.refusal import read_object
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.families import module_name, stored_tensors
 from jaxrlhf.models.huggingface.hub import without_revision
 from jaxrlhf.models.huggingface.load import ADAPTERS
 from jaxrlhf.models.lora.lora import INPUTS, adapter_shapes
 from jaxrlhf.models.parameters import path_name
+from jaxrlhf.runtime.checksums import is_special
 
 CONFIG, WEIGHTS = ADAPTERS, "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -114,6 +116,8 @@ def load_adapters(path: str | Path, config: ModelConfig, head: Head, lora: Lora,
     file = Path(path) / WEIGHTS
     _check_fields(Path(path) / CONFIG, lora)
     try:
+        if is_special(file):
+            raise OSError("no regular file")
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
         raise Refusal(f"{file} is missing or damaged ({error}); export the adapters again") from error
@@ -169,10 +173,7 @@ def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _AdapterPl
 
 def _check_fields(file: Path, lora: Lora) -> None:
     """Raise `Refusal` unless the file's settings equal `lora`, and no other setting changes numbers."""
-    try:
-        fields = dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise Refusal(f"{file} is missing or not a JSON object ({error}); use a directory that peft wrote") from error
+    fields = read_object(file, "use a directory that peft wrote")
     if fields.get("peft_type") != "LORA" or fields.get("init_lora_weights", True) not in _PLAIN_STARTS:
         raise Refusal(
             f"{file} has peft_type={fields.get('peft_type')!r} and "

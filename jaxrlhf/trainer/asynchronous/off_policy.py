@@ -103,9 +103,9 @@ class OffPolicy(Synchronous):
 
     def items(self) -> dict[str, Item]:
         """Return the checkpoint items: collections that no step has learned from, and the groups in flight."""
-        queue: dict[str, Item] = {QUEUE: QueueItem(self._waiting, self._wait)}
-        flight = self._in_flight
-        return queue if flight is None else queue | {IN_FLIGHT: QueueItem(flight.saved, flight.restore)}
+        flight, item = self._in_flight, partial(QueueItem, algorithm=self.config.algorithm)
+        queue: dict[str, Item] = {QUEUE: item(self._waiting, self._wait)}
+        return queue if flight is None else queue | {IN_FLIGHT: item(flight.saved, flight.restore)}
 
     def state(self) -> dict[str, Any]:
         """Return the position in the data after the collected records; waits for the submitted collections."""

@@ -1,4 +1,4 @@
-"""Checksums of the files of a checkpoint item, so that damage is found before anything is read."""
+"""Checksums of the files of a folder, such as a checkpoint item, so that damage is found before anything is read."""
 
 import json
 import stat
@@ -7,25 +7,26 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from jaxrlhf.config import Refusal
-from jaxrlhf.config.refusal import reason_of
-
 FILE = "checksums.json"
-"""File with size and Adler-32 of every other file of the item's folder, by relative path.
+"""File with size and Adler-32 of every other file of the folder, by relative path.
 
 CRC-32 takes three times as long; both find every flipped bit.
 """
 
+_OWNER = ""
+"""Entry of `FILE` with the id of what the folder belongs to; no file has this name."""
+
 _THREADS, _BLOCK = 4, 2**18
 
 
-class Damaged(Refusal):
-    """Checkpoint with files that differ from the saved files."""
+def write_checksums(folder: Path, *, owner: str = "") -> None:
+    """Write the checksums of all files of a folder, whose files are complete.
 
-
-def write_checksums(folder: Path) -> None:
-    """Write the checksums of all files of a folder, whose files are complete."""
-    (folder / FILE).write_text(json.dumps(_checksums(folder, _files(folder))))
+    Args:
+      owner: Id of what the folder is a part of, so that `damage_of` notices the part of another one.
+    """
+    checksums: dict[str, tuple[int, int | str]] = {**_checksums(folder, _files(folder)), _OWNER: (0, owner)}
+    (folder / FILE).write_text(json.dumps(checksums))
 
 
 def is_special(path: Path) -> bool:
@@ -41,11 +42,12 @@ def special_file(folder: Path) -> str | None:
     return next((f"{path} is no regular file" for path in folder.rglob("*") if is_special(path)), None)
 
 
-def damage_of(folder: Path, *, checked: bool) -> str | None:
+def damage_of(folder: Path, *, checked: bool, owner: str = "") -> str | None:
     """Return the first damage of a folder's files, beginning with a file's path; None if all are as saved.
 
     Args:
       checked: True if the folder was saved with checksums; a folder of an earlier version has none.
+      owner: Id that `write_checksums` must have been given; "" accepts each, as of an earlier version.
     """
     if not folder.is_dir():
         return f"{folder} is missing"
@@ -54,13 +56,15 @@ def damage_of(folder: Path, *, checked: bool) -> str | None:
     try:
         saved = {name: (size, checksum) for name, (size, checksum) in json.loads((folder / FILE).read_text()).items()}
     except (ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
-        return f"{folder / FILE} cannot be read: {reason_of(error)}"
+        return f"{folder / FILE} cannot be read: {error}"
+    if saved.pop(_OWNER, (0, ""))[1] != owner and owner:
+        return f"{folder} belongs to another checkpoint"
     if missing := sorted(saved.keys() - set(_files(folder))):
         return f"{folder / missing[0]} is missing"
     try:
         found = _checksums(folder, [*saved])
     except OSError as error:
-        return f"{folder} cannot be read: {reason_of(error)}"
+        return f"{folder} cannot be read: {error}"
     for name, (size, checksum) in saved.items():
         if found[name][0] != size:
             return f"{folder / name} has {found[name][0]} bytes, expected {size}"
