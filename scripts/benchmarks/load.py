@@ -68,9 +68,9 @@ def checkpoint(folder: Path, gigabytes: float) -> dict[str, Any]:
         checkpoints.save(1, {"actor": item}, {})
         checkpoints.wait()
 
-    figures = {"save": taken(save), "checksums": taken(partial(write_checksums, checkpoints.folder(1, "actor")))}
-    figures["restore"] = taken(lambda: checkpoints.restore(1, {"actor": item}) and None)
+    figures = {"save": taken(save), "restore": taken(lambda: checkpoints.restore(1, {"actor": item}) and None)}
     figures["check"] = taken(partial(damage_of, checkpoints.folder(1, "actor"), checked=True))
+    figures["checksums"] = taken(partial(write_checksums, checkpoints.folder(1, "actor")))  # no longer the checkpoint's
     checkpoints.close()
     return figures
 
