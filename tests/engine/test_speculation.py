@@ -61,8 +61,8 @@ def build(model=MODEL, *, drafts=True, pages=False, window=8, slots=4, ahead=Non
     execution = models.Execution(pipeline=models.pipeline_over(mesh, ("stage",), row_axes=SLOT_AXES))
     if pages:
         execution = models.Execution(pages_kernel="xla", **axes)
-    if sizes.get("cache"):
-        execution = models.Execution(cache_axes=("cache",), **axes)
+    if "context" in sizes:
+        execution = models.Execution(cache_axes=("context",), **axes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxrlhf.engine.buckets.SHORTEST_BUCKET", LONGEST_PROMPT)
         patch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", LONGEST_PROMPT + LONGEST_RESPONSE)
@@ -219,6 +219,7 @@ KINDS = {
     "pages": {"pages": True, "data": 2, "tensor": 2},
     "heads and replicas of eight devices": {"data": 4, "tensor": 2, "slots": 8},
     "stages": {"stage": 2, "data": 2},
+    "positions over devices": {"context": 2, "tensor": 2, "data": 2},
 }
 
 
@@ -241,10 +242,19 @@ def conversations(engine: Engine, *, turns: int = 3):
     return found
 
 
-@pytest.mark.parametrize("model", [MODEL, pytest.param(WINDOWED, marks=pytest.mark.slow)], ids=["whole", "rings"])
-def test_later_turns_reuse_what_verifications_wrote(model, monkeypatch):
-    expected = conversations(build(model, drafts=False))
-    engine = build(model)
+KEPT = {
+    "whole": {},
+    "rings": {"model": WINDOWED},
+    "pages of eight devices": {"pages": True, "data": 4, "tensor": 2, "slots": 8},
+}
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.slow if how else ()) for how in KEPT.values()], ids=KEPT
+)
+def test_later_turns_reuse_what_verifications_wrote(how, monkeypatch):
+    expected = conversations(build(**{name: how[name] for name in how if name == "model"}, drafts=False))
+    engine = build(**how)
     before = engine.prefill.reused_tokens
     verifying(engine, [], monkeypatch, right=0.5)
     same_responses(conversations(engine), expected, atol=2e-5)
