@@ -290,8 +290,12 @@ def _step(
 
 def run_tokens(
     layers: list[Params], params: Params, cache: Cache, slots: Slots, token_B: Array, *, shape: Shape
-) -> tuple[Cache, models.DecodeOutput]:
-    """Run the newest token of every slot, or several tokens that may follow it, `[B, T]`, the newest included."""
+) -> tuple[Any, models.DecodeOutput]:
+    """Run the newest token of every slot, or several tokens that may follow it, `[B, T]`, the newest included.
+
+    Returns:
+      The cache, in which states are `Unsettled` after several tokens, and the output of `models.decode`.
+    """
     how = {"execution": shape.execution} | ({"offset_B": slots.offset_B} if shape.has_mrope else {})
     layers_of_cache = cache.split() if isinstance(cache, PagedCache) else cache
     output = models.decode(layers, params, shape.config, token_B, slots.cached_B, layers_of_cache, **how)

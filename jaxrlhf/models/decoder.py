@@ -346,7 +346,8 @@ def decode(
     Args:
       layers: Result of `unstack_layers`, prepared once before the decode loop.
       params: Parameter tree that `layers` came from; its stacked layers are not read and may be absent.
-      token_B: Newest token of each slot, or T consecutive tokens, `[B, T]`; layers with states run one token at a time.
+      token_B: Newest token of each slot, or T consecutive tokens, `[B, T]`, which leave states of linear attention
+        `Unsettled` and do not pass pipeline stages with such states.
       position_B: Index of the slot's first token in its sequence, below the cache's capacity.
       offset_B: Rotary position minus `position_B`, for tokens after images; None is no difference.
     """

@@ -50,6 +50,13 @@ STATES = replace(
     linear=LinearAttention(key_heads=2, value_heads=4, key_dim=6, value_dim=8),
     linear_layers=(True, False),
 )
+SPACES = replace(
+    SMALL,
+    family="granitemoehybrid",
+    linear=LinearAttention(key_heads=2, value_heads=4, key_dim=6, value_dim=8, groups=1),
+    linear_layers=(True, False),
+    rope_layers=(False, False),
+)
 LONGEST_PROMPT, LONGEST_RESPONSE, STOP = 24, 40, 3
 
 
@@ -216,6 +223,8 @@ def test_windows_may_be_dispatched_ahead(monkeypatch):
 KINDS = {
     "latents": {"model": LATENT},
     "rings and sinks": {"model": WINDOWED},
+    "states": {"model": STATES},
+    "states of spaces on eight devices": {"model": SPACES, "data": 4, "tensor": 2, "slots": 8},
     "pages": {"pages": True, "data": 2, "tensor": 2},
     "heads and replicas of eight devices": {"data": 4, "tensor": 2, "slots": 8},
     "stages": {"stage": 2, "data": 2},
@@ -278,11 +287,12 @@ def test_while_a_response_is_constrained_nothing_is_drafted(monkeypatch):
     assert all("constrained" in name for name in decoded[:9])
 
 
-def test_models_whose_cache_cannot_be_rolled_back_say_so_and_generate():
-    engine = build(STATES)
+def test_engines_that_cannot_verify_say_so_and_generate():
+    states = replace(STATES, num_layers=4, linear_layers=(True, False) * 2)
+    engine = build(states, stage=2, data=2)
     assert "linear attention" in engine.speculation.off
     ours = engine.generate(requests()[:2], Sampling(), seed=1)
-    same_responses(ours, build(STATES, drafts=False).generate(requests()[:2], Sampling(), seed=1))
+    same_responses(ours, build(states, drafts=False).generate(requests()[:2], Sampling(), seed=1))
     assert "decode_tokens_per_dispatch=2" in build(window=2).speculation.off
     assert build(drafts=False).speculation.off == "rollout.speculation=None"
     assert build().speculation.off is None

@@ -106,8 +106,8 @@ def obstacle(shape: Shape) -> str | None:
     config = shape.config
     if not isinstance(config, ModelConfig):
         return "a user-defined model runs one token of a slot at a time"
-    if config.linear is not None:
-        return "states of linear attention cannot be rolled back to the last accepted token"
+    if config.linear is not None and shape.execution.pipeline is not None:
+        return "over pipeline stages, states of linear attention are not rolled back to the last accepted token"
     if shape.tokens_per_dispatch < WIDTHS[0]:
         return f"decode_tokens_per_dispatch={shape.tokens_per_dispatch} is below the {WIDTHS[0]} tokens of a draft"
     return None

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int, Num
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention import attend_tokens
 from jaxrlhf.models.attention.interleaved import by_device, interleave, resized
-from jaxrlhf.models.attention.linear_attention import LayerState, empty_state
+from jaxrlhf.models.attention.linear_attention import LayerState, Unsettled, empty_state
 from jaxrlhf.models.attention.pages import LayerPages
 from jaxrlhf.models.attention.rings import NOWHERE, prompts_of_ring, ring_of_prompts, windowed_layers
 from jaxrlhf.models.attention.score_mod import ScoreMod
@@ -174,8 +174,9 @@ def is_ring(stored: Any) -> bool:
     return isinstance(stored, _Ring)
 
 
-Cache = list[LayerCache] | list[LayerPages] | list[LayerCache | LayerState]
-"""Caches of all layers that keep keys and values (in slots or in pages), or states of linear attention."""
+Cache = list[LayerCache] | list[LayerPages] | list[LayerCache | LayerState | Unsettled]
+"""Caches of all layers that keep keys and values (in slots or in pages), or states of linear attention; these are
+unsettled only in the result of `decode`."""
 
 
 def cache_kind(stored: Any) -> str:
