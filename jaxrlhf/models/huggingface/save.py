@@ -25,7 +25,7 @@ from jaxrlhf.models.huggingface.config import (
     token_ids,
     write_fields,
 )
-from jaxrlhf.models.huggingface.families import StoredTensor, published_name, stored_tensors, tensor_shapes
+from jaxrlhf.models.huggingface.families import FAMILIES, StoredTensor, published_name, stored_tensors, tensor_shapes
 from jaxrlhf.models.huggingface.hub import HUB_FILES, resolve
 from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.tensor_files import INDEX, TensorFiles
@@ -222,6 +222,9 @@ def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, 
         # Older files call it torch_dtype.
         kinds = {"torch_dtype", "dtype"} & kept.keys() or {"dtype"}
         fields = kept | head_fields(config, head) | ({} if dtype is None else dict.fromkeys(kinds, dtype))
+        names = FAMILIES[config.family].mtp
+        if names is not None and (config.mtp or names.count in kept):
+            fields[names.count] = int(config.mtp and head == "lm")
     else:
         fields = write_fields(config, head, dtype=dtype or "float32")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
