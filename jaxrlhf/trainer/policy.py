@@ -14,7 +14,7 @@ from jaxrlhf.checkpoint.items import read_named, stored_shapes
 from jaxrlhf.config import ROLLOUT, Config, Nnx, Pretrained, Refusal, Sampling, checked
 from jaxrlhf.data.tokenizer import decoder, load_tokenizer, misread
 from jaxrlhf.dataflows.step import Metrics
-from jaxrlhf.models import has_mtp, read_config, sees, tokenizer_of
+from jaxrlhf.models import read_config, sees, tokenizer_of
 from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.save import check_new, save_each
 from jaxrlhf.models.parameters import param_shapes, path_name
@@ -72,7 +72,7 @@ def export_policy(
     run, directory = Path(run).expanduser(), check_new(directory)
     saved = find_run(run, step, reward_model=True)
     model, head = saved.description, saved.head
-    config = read_config(model, vision=sees(model), mtp=has_mtp(model))
+    config = read_config(model, vision=sees(model), mtp=saved.mtp)
     if merge and saved.adapted is None and not average:
         raise Refusal(f"{run} trained whole weights, so there are no adapters to merge; omit --merge")
     alone = None if merge or average else saved.adapted
@@ -158,7 +158,7 @@ def policy_roles(config: Config, policy: str | None, step: int | None = None) ->
         model = Pretrained(
             path,
             vision=bool(getattr(model, "vision", None)) and sees(path),
-            mtp=getattr(model, "mtp", False) and has_mtp(path),
+            mtp=getattr(model, "mtp", False) and saved.mtp,
         )
     # The servers belong to the training run, which may still be in progress.
     rollout = replace(config.rollout, server=None)

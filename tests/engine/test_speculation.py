@@ -327,3 +327,29 @@ def test_a_verification_on_a_tpu_holds_its_cache_once(monkeypatch):
     cache = 2 * model.num_layers * 32 * 4 * 128 * 1024 * 4
     assert cache < memory.argument_size_in_bytes < 1.1 * cache
     assert memory.temp_size_in_bytes < 0.5 * cache
+
+
+GATED = replace(STATES, mtp=True)
+DENSE_MTP = replace(MODEL, family="glm4_moe", qkv_bias=False, experts=Experts(6, 2, 8), mtp=True)
+LATENT_MTP = replace(LATENT, mtp=True)
+MTP = {
+    "experts": {"model": DENSE_MTP},
+    "latents": {"model": LATENT_MTP},
+    "states on eight devices": {"model": GATED, "data": 4, "tensor": 2, "slots": 8},
+    "positions over devices": {"model": DENSE_MTP, "context": 2, "data": 2},
+}
+
+
+@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.slow if how != MTP["experts"] else ()) for how in MTP.values()], ids=MTP)
+def test_drafts_of_the_model_change_no_token(how, monkeypatch):
+    """Drafts of its further layer, whose weights are random, so that few are right."""
+    engine = build(**how)
+    assert engine.execution.mtp_slots
+    monkeypatch.setattr(engine.speculation, "_best", lambda rows, active: (4, 2.0))
+    monkeypatch.setattr(engine.speculation._index, "draft", lambda *_: Draft((), 0))
+    engine.speculation.take_counts()
+    for sampling in (Sampling(greedy=True), Sampling(temperature=1.2)):
+        expected = build(how["model"], drafts=False).generate(requests(), sampling, seed=7)
+        same_responses(engine.generate(requests(), sampling, seed=7), expected, atol=2e-5)
+    counts = engine.speculation.take_counts()
+    assert counts.calls > 10 and counts.drafted > 20

@@ -27,6 +27,9 @@ OVERLAP = MOST_MATCHED + 8
 MOST_VOTES = 16
 """Maximum number of equally long matches that vote for the next token, the newest of them."""
 
+BY_MTP = 1
+"""`Draft.matched` of a draft by the layer that predicts the second next token, which no match has."""
+
 END = -1
 """Mark between texts; no token has this id."""
 

@@ -25,7 +25,7 @@ from jaxtyping import Int
 from jaxrlhf import models
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.engine.buckets import Shape
-from jaxrlhf.engine.programs import NO_TOKEN, Cache, Slots, Window, ended, run_tokens, sample_tokens
+from jaxrlhf.engine.programs import NO_TOKEN, Cache, Slots, Window, draft, ended, run_mtp, run_tokens, sample_tokens
 from jaxrlhf.models.attention.linear_attention import Unsettled
 from jaxrlhf.models.config import ModelConfig
 
@@ -75,6 +75,7 @@ def verify(
         leaf_BT = jnp.where(mask_BT, leaf_BT, jnp.asarray(padding, leaf_BT.dtype))
         return jnp.concatenate([first_B[None], jnp.swapaxes(leaf_BT, 0, 1)])
 
+    cache, further_BTD = run_mtp(params, cache, slots, output.hidden_BD, token_BT, shape=shape)
     kept_BTK: Any = None if sampled.kept_BK is None else by_slot(sampled.kept_BK)
     choice_BTLk: Any = output.choice_BLk
     old_kept_BK: Any = slots.kept_BK
@@ -93,7 +94,9 @@ def verify(
         active_B=read.active_B,
         kept_BK=old_kept_BK if kept_BTK is None else newest(kept_BTK, old_kept_BK),
     )
-    return cache, slots, read
+    further_BD = None if further_BTD is None else newest(further_BTD, jnp.zeros_like(further_BTD[:, 0]))
+    cache, drafted_BD = draft(params, cache, slots, further_BD, shape=shape)
+    return cache, slots, read._replace(drafted_BD=drafted_BD)
 
 
 def _settled(cache: Any, taken_B: Array, shape: Shape) -> Any:

@@ -215,7 +215,8 @@ def empty_cache(
 
     stacks = config.pattern.stack_of()[: config.num_layers // stages]
     kept = [stack for stack in stacks if stack not in LENDERS]
-    return [layer(stack, near) for stack, near in zip(kept, windowed_layers(config, stages=stages), strict=True)]
+    own = [layer(stack, near) for stack, near in zip(kept, windowed_layers(config, stages=stages), strict=True)]
+    return [*own, layer(LAYERS, False)] if execution.mtp_slots else own
 
 
 def empty_prefix(config: ModelConfig, *, prompts: int, width: int, execution: Execution) -> Prefix:
@@ -230,7 +231,7 @@ def empty_prefix(config: ModelConfig, *, prompts: int, width: int, execution: Ex
     if config.full_heads is not None:
         sliding = zeros(SLIDING_LAYERS, counts[SLIDING_LAYERS]) if counts[SLIDING_LAYERS] else None
         return zeros(LAYERS, counts[LAYERS])._replace(sliding=sliding)
-    prefix = zeros(LAYERS, config.attention_layers)
+    prefix = zeros(LAYERS, config.attention_layers + bool(execution.mtp_slots))
     if config.linear is None:
         return prefix
     state = empty_state(config.linear, counts[LINEAR_LAYERS], prompts, dtype=execution.dtype)

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Head, ModelConfig
-from jaxrlhf.models.huggingface.config import labels_steps, read_config, read_family, read_fields
+from jaxrlhf.models.huggingface.config import labels_steps, read_config, read_family
 from jaxrlhf.models.huggingface.families import (
     FAMILIES,
     LM_HEAD,
@@ -31,7 +31,7 @@ from jaxrlhf.models.huggingface.families import (
     tensor_shapes,
 )
 from jaxrlhf.models.huggingface.hub import resolve
-from jaxrlhf.models.huggingface.tensor_files import DTYPES, INDEX, SINGLE, TensorFiles
+from jaxrlhf.models.huggingface.tensor_files import DTYPES, INDEX, TensorFiles
 from jaxrlhf.models.parameters import Param, declare, path_name
 
 ADAPTERS = "adapter_config.json"
@@ -128,16 +128,11 @@ def check_params(path: str | Path, config: ModelConfig, head: Head) -> None:
 
 
 def has_mtp(path: str | Path) -> bool:
-    """Return whether a checkpoint has a layer that predicts the second next token.
-
-    Its files say so. A checkpoint without weights is a run's description of its model, and config.json says so.
-    """
-    names, directory = read_family(path)[0].mtp, resolve(path, weights=True)
+    """Return whether the files of a checkpoint have a layer that predicts the second next token."""
+    names = read_family(path)[0].mtp
     if names is None:
         return False
-    if not any((directory / name).is_file() for name in (SINGLE, INDEX)):
-        return bool(read_fields(path).get(names.count))
-    with TensorFiles(directory, vision=False) as files:
+    with TensorFiles(resolve(path, weights=True), vision=False) as files:
         return names.join.format(layer=read_config(path).num_layers) in files.file_of
 
 

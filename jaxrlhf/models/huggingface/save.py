@@ -222,9 +222,8 @@ def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, 
         # Older files call it torch_dtype.
         kinds = {"torch_dtype", "dtype"} & kept.keys() or {"dtype"}
         fields = kept | head_fields(config, head) | ({} if dtype is None else dict.fromkeys(kinds, dtype))
-        names = FAMILIES[config.family].mtp
-        if names is not None and (config.mtp or names.count in kept):
-            fields[names.count] = int(config.mtp and head == "lm")
+        if config.mtp and head == "lm" and (names := FAMILIES[config.family].mtp) is not None:
+            fields[names.count] = 1  # files of Qwen3-Next do not say so
     else:
         fields = write_fields(config, head, dtype=dtype or "float32")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

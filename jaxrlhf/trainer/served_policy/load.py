@@ -13,7 +13,7 @@ from jaxrlhf.config import Pretrained, Refusal
 from jaxrlhf.data.images import ImageReader
 from jaxrlhf.data.tokenizer import TokenBytes, load_tokenizer
 from jaxrlhf.engine import Engine
-from jaxrlhf.models import choose_execution, has_mtp, param_dims, read_config
+from jaxrlhf.models import choose_execution, param_dims, read_config
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.config import read_stop_tokens
 from jaxrlhf.models.huggingface.hub import resolve
@@ -49,7 +49,7 @@ def load_policy(policy: str, sizes: EngineSizes, *, step: int | None = None, vis
     """
     saved = find_policy(policy, step)
     described = saved.description
-    drafts = sizes.speculation is not None and not vision and has_mtp(described)
+    drafts = sizes.speculation is not None and not vision and saved.mtp
     config, tokenizer = read_config(described, vision=vision, mtp=drafts), load_tokenizer(str(resolve(described)))
     tower = config.vision
     images = None if tower is None else reader_of(tower, tokenizer, Pretrained(described, vision=True))
