@@ -18,7 +18,7 @@ from jaxrlhf.workers.build import Builder
 from jaxrlhf.workers.model import microbatch_shape
 from jaxrlhf.workers.remat import activation_bytes, optimizer_bytes
 from jaxrlhf.workers.role_weights import layout_in
-from jaxrlhf.workers.router_replay import router_coefficient
+from jaxrlhf.workers.router_replay import mtp_coefficient, router_coefficient
 from jaxrlhf.workers.sampler import Sampler
 
 SummaryRow = tuple[str, str, str, str]
@@ -83,6 +83,7 @@ def _trained_rows(role: str, builder: Builder) -> list[SummaryRow]:
     training, mesh, model = builder.on.training(role), builder.on.mesh(role), builder.on.model_of(role)
     remat = builder.remat[role]
     router_coefficient(model, training.router_loss, role=role)  # raises Refusal early
+    mtp_coefficient(model, training, role=role)
     weights, state = _train_state(builder, role)
     row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.on.widest_row(role), role=role)
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)

@@ -15,7 +15,10 @@ from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.engine.speculation import choice
 from jaxrlhf.engine.speculation.drafts import Draft
+from jaxrlhf.models.attention.attention import Segments
 from jaxrlhf.models.config import Experts, FullHeads, LatentAttention, LinearAttention
+from jaxrlhf.models.mtp.layer import mtp_rows
+from jaxrlhf.models.rope import rotations
 from jaxrlhf.planner.hardware import hardware
 from jaxrlhf.planner.topology import topology
 from jaxrlhf.sharding.described import described
@@ -340,7 +343,9 @@ MTP = {
 }
 
 
-@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.slow if how != MTP["experts"] else ()) for how in MTP.values()], ids=MTP)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.slow if how != MTP["experts"] else ()) for how in MTP.values()], ids=MTP
+)
 def test_drafts_of_the_model_change_no_token(how, monkeypatch):
     """Drafts of its further layer, whose weights are random, so that few are right."""
     engine = build(**how)
@@ -353,3 +358,36 @@ def test_drafts_of_the_model_change_no_token(how, monkeypatch):
         same_responses(engine.generate(requests(), sampling, seed=7), expected, atol=2e-5)
     counts = engine.speculation.take_counts()
     assert counts.calls > 10 and counts.drafted > 20
+
+
+def test_the_first_draft_is_the_likeliest_second_next_token(monkeypatch):
+    """Of the layer's own forward pass over the whole text, in which zeros stand for the token after the prompt."""
+    engine, read, found = build(DENSE_MTP), None, []
+    params, read = gaussian(DENSE_MTP), engine.speculation.read
+
+    def recorded(windows, **how):
+        found.extend(
+            (sequence.request, tuple(sequence.tokens), window.drafted) for sequence, window in windows if window.active
+        )
+        read(windows, **how)
+
+    monkeypatch.setattr(engine.speculation, "read", recorded)
+    engine.generate(requests(), Sampling(greedy=True), seed=1)
+    assert len(found) > 30
+    width = LONGEST_PROMPT + LONGEST_RESPONSE
+    token_RW = np.zeros((len(found), width), np.int32)
+    next_RW = np.full((len(found), width), -1, np.int32)
+    for row, (request, tokens, _) in enumerate(found):
+        text, prompt = (*request.prompt_tokens, *tokens), len(request.prompt_tokens)
+        token_RW[row, : len(text)] = text
+        next_RW[row, : len(text) - 1] = text[1:]
+        next_RW[row, prompt - 1] = -1
+    place_RW = np.broadcast_to(np.arange(width, dtype=np.int32), token_RW.shape)
+    given = place_RW, np.ones_like(place_RW)
+    hidden_RWD = models.hidden_states(params, DENSE_MTP, token_RW, *given).hidden_RWD
+    turn = rotations(DENSE_MTP, place_RW)
+    further_RWD, _ = mtp_rows(params, DENSE_MTP, hidden_RWD, next_RW, turn, Segments(given[1]), models.ONE_DEVICE)
+    logit_RWV = np.asarray(models.logits(params, DENSE_MTP, further_RWD))
+    for row, (request, tokens, drafted) in enumerate(found):
+        logit_V = logit_RWV[row, len(request.prompt_tokens) + len(tokens) - 2]
+        assert logit_V.max() - logit_V[drafted[0]] < 1e-4
