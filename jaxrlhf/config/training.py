@@ -233,7 +233,7 @@ class Training(Settings):
         weighted as in the main loss (equally for preference pairs). None uses the coefficient of the checkpoint.
       mtp_loss: Coefficient of the loss of the layer that predicts the second next token (`Pretrained.mtp`): the
         negative log-probability of response tokens, weighted likewise. It trains this layer alone. None is 0.1 if the
-        model has the layer, as late in DeepSeek-V3's pre-training (arXiv:2412.19437, section 4.2); 0 keeps the layer.
+        model has the layer, as late in DeepSeek-V3's pre-training (arXiv:2412.19437, section 4.2); 0 is no gradient.
     """
 
     optimizer: Optimizer = field(default_factory=Optimizer)

@@ -268,8 +268,10 @@ def decode(
         )
         return count + 1, cache, slots, window, further_BD
 
-    further_BD = jnp.zeros((count, shape.config.hidden_size), shape.execution.dtype)
-    start_state = jnp.int32(0), cache, slots, window, further_BD if shape.execution.mtp_slots else None
+    further_BD: Any = None
+    if shape.execution.mtp_slots:
+        further_BD = jnp.zeros((count, shape.config.hidden_size), shape.execution.dtype)
+    start_state = jnp.int32(0), cache, slots, window, further_BD
     _, cache, slots, window, further_BD = lax.while_loop(more, step, start_state)
     cache, drafted_BD = draft(params, cache, slots, further_BD, shape=shape)
     return cache, slots, window._replace(drafted_BD=drafted_BD)
@@ -320,7 +322,7 @@ def run_tokens(
 
 def run_mtp(
     params: Params, cache: Any, slots: Slots, hidden_BD: Array, next_B: Array, *, shape: Shape
-) -> tuple[Any, Array | None]:
+) -> tuple[Any, Any]:
     """Run the layer that predicts the second next token over the tokens that were run, `[B]` or `[B, T]`.
 
     Args:
@@ -333,6 +335,7 @@ def run_mtp(
     """
     if not shape.execution.mtp_slots:
         return cache, None
+    assert isinstance(shape.config, ModelConfig), "only the decoder has such a layer"
     *others, stored = cache
     next_BT = next_B.reshape(len(next_B), -1)
     given = hidden_BD.reshape(*next_BT.shape, -1), next_BT, slots.cached_B, stored
@@ -340,9 +343,7 @@ def run_mtp(
     return [*others, written], further_BTD.reshape(hidden_BD.shape)
 
 
-def draft(
-    params: Params, cache: Any, slots: Slots, further_BD: Array | None, *, shape: Shape
-) -> tuple[Any, Array | None]:
+def draft(params: Params, cache: Any, slots: Slots, further_BD: Any, *, shape: Shape) -> tuple[Any, Array | None]:
     """Draft tokens after the newest token of every slot, sampled with the random numbers of their positions.
 
     A draft is the token that is sampled later, where the layer predicts the distribution that the model will have.

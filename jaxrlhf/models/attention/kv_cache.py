@@ -186,7 +186,7 @@ def cache_kind(stored: Any) -> str:
 
 def capacity_of(cache: Cache) -> int | None:
     """Return the number of positions of each slot; None (no bound) if all layers have rings or states."""
-    return next((stored.capacity for stored in cache if not isinstance(stored, LayerState | _Ring)), None)
+    return next((stored.capacity for stored in cache if not isinstance(stored, LayerState | Unsettled | _Ring)), None)
 
 
 @causal_lm_method

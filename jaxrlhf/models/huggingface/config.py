@@ -137,7 +137,7 @@ def read_config(path: str | Path, *, vision: bool = False, mtp: bool = False) ->
 
 def _with_one_mtp(path: str | Path, family: Family, *, vision: bool) -> bool:
     """Return True if files of the family have one layer that predicts the second next token; else refuse it."""
-    count = 0 if family.mtp is None else read_fields(path).get(family.mtp.count) or 1
+    count = 0 if family.mtp is None else read_fields(path).get(family.mtp.config_field) or 1
     if count != 1 or vision:
         what = "a vision tower" if vision else f"{count} layers that predict further tokens"
         raise Refusal(

@@ -223,7 +223,7 @@ def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, 
         kinds = {"torch_dtype", "dtype"} & kept.keys() or {"dtype"}
         fields = kept | head_fields(config, head) | ({} if dtype is None else dict.fromkeys(kinds, dtype))
         if config.mtp and head == "lm" and (names := FAMILIES[config.family].mtp) is not None:
-            fields[names.count] = 1  # files of Qwen3-Next do not say so
+            fields[names.config_field] = 1  # files of Qwen3-Next do not say so
     else:
         fields = write_fields(config, head, dtype=dtype or "float32")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -241,7 +241,7 @@ def of_both_kinds(
 
 
 class MtpNames(NamedTuple):
-    """Names of the tensors of the layer that predicts the second next token, and of its count in config.json.
+    """Names of the tensors of the layer that predicts the second next token, and of the field that counts such layers.
 
     Attributes:
       layer: Prefix of the tensors that every layer has.
@@ -253,7 +253,7 @@ class MtpNames(NamedTuple):
     hidden_norm: str
     join: str
     norm: str
-    count: str
+    config_field: str
 
     def tensors(self, config: ModelConfig, table: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return the table of the layer's parameters, from the table of the other layers."""
@@ -279,7 +279,7 @@ MTP_AFTER_LAYERS = MtpNames(
     hidden_norm=LAYER + "hnorm.weight",
     join=LAYER + "eh_proj.weight",
     norm=LAYER + "shared_head.norm.weight",
-    count="num_nextn_predict_layers",
+    config_field="num_nextn_predict_layers",
 )
 """Names of DeepSeek-V3 and GLM-4.5. Their files also have copies of the embedding and the head, which are not read."""
 
@@ -289,7 +289,7 @@ MTP_APART = MtpNames(
     hidden_norm="mtp.pre_fc_norm_hidden.weight",
     join="mtp.fc.weight",
     norm="mtp.norm.weight",
-    count="mtp_num_hidden_layers",
+    config_field="mtp_num_hidden_layers",
 )
 """Names of Qwen3-Next and Qwen3.5."""
 
