@@ -41,7 +41,7 @@ _MTP_MODULES = 3
 
 
 def _of_mtp(config: ModelConfig) -> re.Pattern[str]:
-    """Return the pattern of tensors that predict further tokens, which the published files do not have."""
+    """Return the pattern of tensors of modules that predict further tokens."""
     behind = "|".join(str(config.num_layers + place) for place in range(_MTP_MODULES))
     return re.compile(rf"(mtp|model\.layers\.({behind}))\.")
 
