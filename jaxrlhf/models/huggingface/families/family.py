@@ -265,9 +265,7 @@ class MtpNames(NamedTuple):
         own["mtp.join"] = StoredTensor(self.join.format(layer=last), "ED", "D E")
         prefix = self.layer.format(layer=last)
         return own | {
-            f"mtp.layer.{path.removeprefix('layers.')}": each._replace(
-                name=each.name.replace(LAYER, prefix), layers=()
-            )
+            f"mtp.layer.{path.removeprefix('layers.')}": each._replace(name=each.name.replace(LAYER, prefix), layers=())
             for path, each in table.items()
             if path.startswith("layers.")
         }

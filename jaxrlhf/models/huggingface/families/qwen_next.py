@@ -5,8 +5,8 @@ from typing import Any
 from jaxrlhf.models.config import Experts, LinearAttention, ModelConfig
 from jaxrlhf.models.huggingface.families.family import (
     DECODER,
-    MTP_APART,
     LAYER,
+    MTP_APART,
     QK_NORM,
     Family,
     StoredTensor,
