@@ -49,6 +49,7 @@ def main() -> None:
         "--prompt-tokens", type=float, metavar="N", help="expected mean prompt length; default: the maximum"
     )
     command.add_argument("--response-tokens", type=float, metavar="N", help="mean response length; default: maximum")
+    command.add_argument("--accepted", type=float, metavar="P", help="accepted share of drafts; default: no drafts")
     command.add_argument("--picture", metavar="FILE", help="file for the timeline; default: plan_NAME.png")
     command.add_argument("--json", action="store_true", help="print only one JSON object; draw only with --picture")
     command.add_argument("--afresh", action="store_true", help="search pools, layouts and offload even if they are set")
@@ -84,7 +85,7 @@ def _plan(written: Config, flags: Namespace) -> None:
     hardware = planner.hardware_of(config, flags.hardware)
     distribution = _lengths(config, flags)
     mean = flags.response_tokens if distribution is None else distribution.mean
-    lengths = planner.Lengths(flags.prompt_tokens, mean)
+    lengths = planner.Lengths(flags.prompt_tokens, mean, flags.accepted)
     question = planner.question_of(config, hardware, lengths=lengths)
     found = search(question.problem, keep=max(2, flags.plans))  # two, to explain why the second is worse
     best = found.plans[0]

@@ -88,7 +88,7 @@ def check_pretrained(path: str | Path, config: ModelConfig, head: Head) -> None:
             )
 
 
-def check_local(path: str | Path, head: Head, *, vision: bool = False) -> None:
+def check_local(path: str | Path, head: Head, *, vision: bool = False, mtp: bool = False) -> None:
     """Refuse a local checkpoint whose weights cannot all be read (see `check_pretrained`); one without weights passes.
 
     Weights in pickles are refused too, because a run does not read them.
@@ -100,7 +100,7 @@ def check_local(path: str | Path, head: Head, *, vision: bool = False) -> None:
     files = (local, *(local / name for name in (SINGLE, INDEX)))
     pickled = [file for pattern in PICKLED for file in local.glob(pattern)]
     if is_converted(local) or any(file.is_file() for file in (*files, *pickled)):
-        check_pretrained(path, read_config(path, vision=vision), head)
+        check_pretrained(path, read_config(path, vision=vision, mtp=mtp), head)
 
 
 def export_converted(

@@ -78,10 +78,13 @@ class Pretrained:
       path: Local directory, `.gguf` file, or hub id such as `Qwen/Qwen2.5-0.5B-Instruct`; `...@v1.0` names a branch,
         tag or commit.
       vision: True also loads the checkpoint's vision tower, for prompts with images; False loads only the text part.
+      mtp: True also loads the checkpoint's layer that predicts the second next token (multi-token prediction). The
+        layer drafts tokens with `rollout.speculation`, is trained along, and is exported. False leaves it out.
     """
 
     path: str
     vision: bool = False
+    mtp: bool = False
 
 
 @dataclass(frozen=True)

@@ -231,6 +231,9 @@ class Training(Settings):
       lora: LoRA adapters to train next to frozen weights; None trains the weights.
       router_loss: Coefficient of the load-balancing loss of a mixture of experts, over the tokens of each response,
         weighted as in the main loss (equally for preference pairs). None uses the coefficient of the checkpoint.
+      mtp_loss: Coefficient of the loss of the layer that predicts the second next token (`Pretrained.mtp`): the
+        negative log-probability of response tokens, weighted likewise. It trains this layer alone. None is 0.1 if the
+        model has the layer, as late in DeepSeek-V3's pre-training (arXiv:2412.19437, section 4.2); 0 is no gradient.
     """
 
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -239,6 +242,7 @@ class Training(Settings):
     remat: Remat = "auto"
     lora: Lora | None = None
     router_loss: Finite[NotNegative[float]] | None = None
+    mtp_loss: Finite[NotNegative[float]] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -34,7 +34,7 @@ from jaxrlhf.engine.scheduler import Placement, Scheduler
 from jaxrlhf.engine.scoring import Scoring, TokenScores
 from jaxrlhf.engine.sequence import Completion, Decode, Request, SequenceState
 from jaxrlhf.engine.slot_book import Arrangement, SlotBook, insertion_of
-from jaxrlhf.engine.speculation.choice import Speculation
+from jaxrlhf.engine.speculation.choice import Speculation, with_mtp
 from jaxrlhf.engine.weights import Weights, donated_layers
 from jaxrlhf.models import ONE_DEVICE, AnyModel, Execution
 from jaxrlhf.models.config import ModelConfig
@@ -104,6 +104,7 @@ class Engine:
         checks.check_routing(config, records_routing=records_routing)
         execution = with_rings(config, execution, longest=capacity, tokens_per_dispatch=decode_tokens_per_dispatch)
         replicas = math.prod(mesh.shape[axis] for axis in slot_axes)
+        execution = with_mtp(speculation, config, execution, mesh, replicas=replicas)
         self.slots = -(-slots // replicas) * replicas
         rows = rows_of_prefill(slots, longest_prompt=max_prompt_tokens)
         self.insertions = -(-rows // replicas) * replicas
@@ -117,9 +118,8 @@ class Engine:
             most_kept=most_kept,
         )
         checks.check_stop_texts(stop_texts, decodes=decode is not None)
-        self.context_tokens, self.response_tokens = capacity, max_response_tokens
-        most, self._decode = self._shape.most_stop_tokens, decode
-        limits = max_response_tokens, most, tuple(stop_tokens), tuple(stop_texts), decode is not None
+        self.context_tokens, self.response_tokens, self._decode = capacity, max_response_tokens, decode
+        limits = max_response_tokens, self._shape.most_stop_tokens, stop_tokens, stop_texts, decode is not None
         self.limits = checks.RequestLimits(capacity, config.vocab_size, *limits, config.vision)
         self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, execution.pipeline, execution.cache_axes)
         self.compiled = Compiled(self._shape, self._layout.whole)

@@ -22,8 +22,12 @@ from jaxrlhf.models.attention.kv_cache import LayerCache
 from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.pages import PagedCache
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.mtp.layer import mtp_slots
 
 NO_TOKEN = -1
+
+MTP_TOKENS = 3
+"""Number of tokens that the layer for the second next token drafts; each is less likely than the one before it."""
 
 CachedLayer = LayerCache | LayerState
 Cache = list[CachedLayer] | PagedCache
@@ -119,6 +123,7 @@ class Window(NamedTuple):
       active_B: True if the response continues.
       choice_WBLk: int16, experts of each token that was run to sample the next; None if not recorded.
       kept_WBK: Sampling mask of each token, as in `Sampled`.
+      drafted_BD: Tokens that may follow the newest token; None if the model drafts none.
     """
 
     token_WB: Array
@@ -126,6 +131,7 @@ class Window(NamedTuple):
     active_B: Array
     choice_WBLk: Array | None = None
     kept_WBK: Array | None = None
+    drafted_BD: Array | None = None
 
 
 def empty_slots(*, slots: int, shape: Shape) -> Slots:
@@ -245,13 +251,13 @@ def decode(
     )
 
     def more(carry):
-        count, _, _, window = carry
+        count, _, _, window, _ = carry
         return (count < end) & window.active_B.any()
 
     def step(carry):
-        count, cache, slots, window = carry
+        count, cache, slots, window, _ = carry
         active_B = slots.active_B
-        cache, slots, choice_BLk = _step(layers, params, cache, slots, bits_BU, shape=shape)
+        cache, slots, choice_BLk, further_BD = _step(layers, params, cache, slots, bits_BU, shape=shape)
         choice_WBLk, kept_WBK = window.choice_WBLk, window.kept_WBK
         window = Window(
             window.token_WB.at[count + 1].set(jnp.where(active_B, slots.token_B, NO_TOKEN)),
@@ -260,19 +266,29 @@ def decode(
             None if choice_WBLk is None else choice_WBLk.at[count].set(choice_BLk),
             None if kept_WBK is None else kept_WBK.at[count + 1].set(slots.kept_BK),
         )
-        return count + 1, cache, slots, window
+        return count + 1, cache, slots, window, further_BD
 
-    _, cache, slots, window = lax.while_loop(more, step, (jnp.int32(0), cache, slots, window))
-    return cache, slots, window
+    further_BD: Any = None
+    if shape.execution.mtp_slots:
+        further_BD = jnp.zeros((count, shape.config.hidden_size), shape.execution.dtype)
+    start_state = jnp.int32(0), cache, slots, window, further_BD
+    _, cache, slots, window, further_BD = lax.while_loop(more, step, start_state)
+    cache, drafted_BD = draft(params, cache, slots, further_BD, shape=shape)
+    return cache, slots, window._replace(drafted_BD=drafted_BD)
 
 
 def _step(
     layers: list[Params], params: Params, cache: Cache, slots: Slots, bits_BU: Array | None, *, shape: Shape
-) -> tuple[Cache, Slots, Array | None]:
-    """Sample one token in every active slot; also return the experts of the token that was run, if recorded."""
+) -> tuple[Cache, Slots, Array | None, Array | None]:
+    """Sample one token in every active slot.
+
+    Returns:
+      Cache and slots; the experts of the token that was run, if recorded; the result of `run_mtp`.
+    """
     cache, output = run_tokens(layers, params, cache, slots, slots.token_B, shape=shape)
     logits_BV = models.padded_logits(params, shape.config, output.hidden_BD)
     token_B, logp_B, kept_BK = sample_tokens(logits_BV, slots.sampled_B, slots, bits_BU, shape)
+    cache, further_BD = run_mtp(params, cache, slots, output.hidden_BD, token_B, shape=shape)
     active_B = slots.active_B
     sampled_B = slots.sampled_B + active_B
     # An inactive slot also wrote a token to its cache, which nobody reads: the next insertion overwrites the entry, or
@@ -285,18 +301,67 @@ def _step(
         active_B=active_B & ~ended(token_B, sampled_B, slots),
         kept_BK=kept_BK,
     )
-    return cache, slots, output.choice_BLk if shape.records_routing else None
+    return cache, slots, output.choice_BLk if shape.records_routing else None, further_BD
 
 
 def run_tokens(
     layers: list[Params], params: Params, cache: Cache, slots: Slots, token_B: Array, *, shape: Shape
-) -> tuple[Cache, models.DecodeOutput]:
-    """Run the newest token of every slot, or several tokens that may follow it, `[B, T]`, the newest included."""
+) -> tuple[Any, models.DecodeOutput]:
+    """Run the newest token of every slot, or several tokens that may follow it, `[B, T]`, the newest included.
+
+    Returns:
+      The cache, in which states are `Unsettled` after several tokens, and the output of `models.decode`.
+    """
     how = {"execution": shape.execution} | ({"offset_B": slots.offset_B} if shape.has_mrope else {})
     layers_of_cache = cache.split() if isinstance(cache, PagedCache) else cache
+    own = [*layers_of_cache][len(layers) :]  # of the layer that predicts the second next token
     output = models.decode(layers, params, shape.config, token_B, slots.cached_B, layers_of_cache, **how)
-    written: Any = output.cache  # layers of this kind of cache
+    written: Any = [*output.cache, *own] if shape.execution.mtp_slots else output.cache
     return cache.joined(written) if isinstance(cache, PagedCache) else written, output
+
+
+def run_mtp(
+    params: Params, cache: Any, slots: Slots, hidden_BD: Array, next_B: Array, *, shape: Shape
+) -> tuple[Any, Any]:
+    """Run the layer that predicts the second next token over the tokens that were run, `[B]` or `[B, T]`.
+
+    Args:
+      slots: Slots before the tokens were run.
+      hidden_BD: Hidden states of these tokens.
+      next_B: Token after each of them.
+
+    Returns:
+      The cache, and the layer's hidden states; None if no token is drafted.
+    """
+    if not shape.execution.mtp_slots:
+        return cache, None
+    assert isinstance(shape.config, ModelConfig), "only the decoder has such a layer"
+    *others, stored = cache
+    next_BT = next_B.reshape(len(next_B), -1)
+    given = hidden_BD.reshape(*next_BT.shape, -1), next_BT, slots.cached_B, stored
+    further_BTD, written = mtp_slots(params, shape.config, *given, shape.execution)
+    return [*others, written], further_BTD.reshape(hidden_BD.shape)
+
+
+def draft(params: Params, cache: Any, slots: Slots, further_BD: Any, *, shape: Shape) -> tuple[Any, Array | None]:
+    """Draft tokens after the newest token of every slot, sampled with the random numbers of their positions.
+
+    A draft is the token that is sampled later, where the layer predicts the distribution that the model will have.
+    Drafts leave entries in the layer's cache, which the next tokens overwrite.
+
+    Args:
+      further_BD: Result of `run_mtp` at the token before the newest.
+    """
+    if further_BD is None or len(further_BD) > shape.execution.mtp_slots:
+        return cache, None
+    drafted: list[Array] = []
+    for place in range(MTP_TOKENS):
+        if drafted:
+            cache, further_BD = run_mtp(params, cache, slots, further_BD, drafted[-1], shape=shape)
+            slots = slots._replace(cached_B=slots.cached_B + 1)
+        logits_BV = models.padded_logits(params, shape.config, further_BD)
+        drafted.append(sample_tokens(logits_BV, slots.sampled_B + place, slots, None, shape).token_B)
+    return cache, jnp.stack(drafted, axis=1)
 
 
 def _routed(shape: Shape) -> ModelConfig:

@@ -87,6 +87,7 @@ class WindowTokens(NamedTuple):
       active: True if the response continues; else the slot is free.
       choice_WLk: int16, experts of the tokens that were run through the model; None if not recorded.
       kept_WK: int32, sampling mask of each token; None if not recorded.
+      drafted: Tokens that the model drafted after the last of the tokens.
     """
 
     slot: int
@@ -95,6 +96,7 @@ class WindowTokens(NamedTuple):
     active: bool
     choice_WLk: np.ndarray | None
     kept_WK: np.ndarray | None
+    drafted: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)

@@ -169,7 +169,7 @@ class SlotBook:
         """
         assert self._unread, "nothing was dispatched"
         device_window, slot_B, fresh_B = self._unread.popleft()
-        token_WB, logp_WB, active_B, choice_WBLk, kept_WBK = jax.device_get(device_window)
+        token_WB, logp_WB, active_B, choice_WBLk, kept_WBK, drafted_BD = jax.device_get(device_window)
         if not np.isfinite(logp_WB).all():
             raise Diverged(
                 "the policy's logits are not finite: its weights diverged or overflow; resume from the last checkpoint "
@@ -185,7 +185,8 @@ class SlotBook:
             choice_WLk = None if choice_WBLk is None else np.asarray(choice_WBLk[: count_B[row], row])
             kept_WK = None if kept_WBK is None else np.asarray(kept_WBK[span, row])
             numbers = tokens[row][span], logps[row][span]
-            read.append(WindowTokens(int(slot_B[row]), *numbers, bool(active_B[row]), choice_WLk, kept_WK))
+            drafted = () if drafted_BD is None else tuple(drafted_BD[row].tolist())
+            read.append(WindowTokens(int(slot_B[row]), *numbers, bool(active_B[row]), choice_WLk, kept_WK, drafted))
         self._cached_B[slot_B] += count_B
         self._active_B[slot_B] &= active_B  # a slot that was stopped since then stays stopped
         return read

@@ -17,7 +17,7 @@ from jaxrlhf.models.heads import (
 )
 from jaxrlhf.models.huggingface.config import labels_steps, read_config, scratch_config, sees
 from jaxrlhf.models.huggingface.hub import resolve
-from jaxrlhf.models.huggingface.load import label_bias, load_params
+from jaxrlhf.models.huggingface.load import has_mtp, label_bias, load_params
 from jaxrlhf.models.huggingface.save import save_params
 from jaxrlhf.models.parameters import Param, declare, init_params, param_dims, param_shapes
 from jaxrlhf.models.pipeline import Pipeline, pipeline_over

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.attention.attention import Segments
@@ -25,9 +25,10 @@ from jaxrlhf.models.config import DENSE_LAYERS, LENDERS, SLIDING_LAYERS, STACKS,
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.layer import layer_rows, layer_slots
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs
+from jaxrlhf.models.mtp.layer import next_of_prompts, with_mtp
 from jaxrlhf.models.norm import norm
 from jaxrlhf.models.pipeline import pipeline_decode, pipeline_forward
-from jaxrlhf.models.residual.embedding import looked_up
+from jaxrlhf.models.residual.embedding import embedded
 from jaxrlhf.models.residual.layer_inputs import layer_inputs
 from jaxrlhf.models.residual.streams import make_streams, merge_streams
 from jaxrlhf.models.rope import rotations
@@ -232,6 +233,8 @@ def _prefill_whole(
 
     rows = turn, segment_PS, sight
     hidden_PSD, outputs = pipeline_forward(execution.pipeline, stack, layers, hidden_PSD, rows)
+    further = hidden_PSD, next_of_prompts(token_PS, length_P), turn, Segments(segment_PS), execution
+    outputs["keys"] = with_mtp(outputs["keys"], params, config, *further)
     prefix, choice_LPSk = _prefix_of(outputs).interleave(execution.cache_ways), outputs.get("choice")
     hidden_PD = jnp.take_along_axis(hidden_PSD, (length_P - 1)[:, None, None], axis=1)[:, 0]
     choice_PSLk = None if choice_LPSk is None else jnp.moveaxis(choice_LPSk, 0, 2).astype(jnp.int16)
@@ -254,10 +257,10 @@ def _prefill_chunks(
     if config.linear is not None:  # a state must not read a token twice: pad, so that chunks do not overlap
         token_PS = jnp.pad(token_PS, ((0, 0), (0, -given_width % chunk_tokens)))
         sight = None if sight is None else sight.padded(token_PS.shape[1])
-    width = token_PS.shape[1]
+    width, next_PS = token_PS.shape[1], next_of_prompts(token_PS, length_P)
 
     def stack(layers, kept, hidden_PCD, place, working=True):
-        (turn, start, length_P, sight, inputs), (prefix, choice_PSLk) = place, kept
+        (turn, start, length_P, next_PC, sight, inputs), (prefix, choice_PSLk) = place, kept
 
         def step(name, flow, each):
             layer, (index, input_PCP) = each
@@ -271,6 +274,8 @@ def _prefill_chunks(
         extras = {name: (at, inputs.get(name)) for name, at in cache_places(config, execution.stages).items()}
         flow = Flow(hidden_PCD, nothing_lent(config, hidden_PCD, execution))
         (hidden_PCD, _), outputs = run_layers(config, step, flow, layers, extras)
+        chunk = Chunk(prefix, jnp.int32(config.attention_layers), start)
+        outputs["keys"] = with_mtp(outputs["keys"], params, config, hidden_PCD, next_PC, turn, chunk, execution)
         prefix = write_chunk(prefix, _prefix_of(outputs), start, working=working, execution=execution)
         if "choice" in outputs:
             choice_PCLk = jnp.moveaxis(outputs["choice"], 0, 2).astype(jnp.int16)
@@ -280,12 +285,13 @@ def _prefill_chunks(
     def body(count, carry):
         last_PD, kept = carry
         start = jnp.minimum(prefilled + count * chunk_tokens, width - chunk_tokens)
-        token_PC = jax.lax.dynamic_slice_in_dim(token_PS, start, chunk_tokens, axis=1)
+        cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=chunk_tokens, axis=1)
+        token_PC, next_PC = cut(token_PS), cut(next_PS)
         part = None if sight is None else sight.part(start, chunk_tokens)
         position_PC = jnp.broadcast_to(start + jnp.arange(chunk_tokens), token_PC.shape)
         turn = rotations(config, position_PC, mrope_position_RW3=part and part.mrope_position_RW3)
         embed_PCD = _embed(params, config, token_PC, execution, part)
-        place = turn, start, length_P, part, _inputs(params, config, token_PC, embed_PCD)
+        place = turn, start, length_P, next_PC, part, _inputs(params, config, token_PC, embed_PCD)
         hidden_PCD = make_streams(params, config, embed_PCD)
         if execution.pipeline is None:
             hidden_PCD, kept = stack(layers, kept, hidden_PCD, place)
@@ -300,8 +306,7 @@ def _prefill_chunks(
     if config.experts is not None:
         choice_PSLk = jnp.zeros((prompts, width, *config.routed_choices), jnp.int16)
     prefix, prefilled = past or (empty_prefix(config, prompts=prompts, width=width, execution=execution), jnp.int32(0))
-    kept = prefix, choice_PSLk
-    start_state = jnp.zeros((prompts, config.stream_width), execution.dtype), kept
+    start_state = jnp.zeros((prompts, config.stream_width), execution.dtype), (prefix, choice_PSLk)
     chunks = -(-(length_P.max() - prefilled) // chunk_tokens)
     last_PD, (prefix, choice_PSLk) = jax.lax.fori_loop(0, chunks, body, start_state)
     if width != given_width:  # only in models with linear attention
@@ -314,8 +319,7 @@ def _prefill_chunks(
 def _kept(stack: str, kept: Prefix | LayerState | None, routed: RouterOutputs | None) -> dict[str, Any]:
     """Return the outputs of one layer in prefill by name."""
     name = "state" if isinstance(kept, LayerState) else "sliding" if stack == SLIDING_LAYERS else "keys"
-    outputs: dict[str, Any] = {name: kept}
-    return outputs if routed is None else outputs | {"choice": routed.choice_RWk}
+    return {name: kept} if routed is None else {name: kept, "choice": routed.choice_RWk}
 
 
 def _prefix_of(outputs: dict[str, Any]) -> Prefix:
@@ -346,7 +350,8 @@ def decode(
     Args:
       layers: Result of `unstack_layers`, prepared once before the decode loop.
       params: Parameter tree that `layers` came from; its stacked layers are not read and may be absent.
-      token_B: Newest token of each slot, or T consecutive tokens, `[B, T]`; layers with states run one token at a time.
+      token_B: Newest token of each slot, or T consecutive tokens, `[B, T]`, which leave states of linear attention
+        `Unsettled` and do not pass pipeline stages with such states.
       position_B: Index of the slot's first token in its sequence, below the cache's capacity.
       offset_B: Rotary position minus `position_B`, for tokens after images; None is no difference.
     """
@@ -383,14 +388,10 @@ def decode(
 
 
 def _embed(
-    params: Params, config: ModelConfig, token_RW: Int[Array, "R W"], execution: Execution, sight: ImageFeatures | None
-) -> Float[Array, "R W D"]:
+    params: Params, config: ModelConfig, token_RW: Array, execution: Execution, sight: ImageFeatures | None
+) -> Array:
     """Look up the embeddings of tokens, and put image features in the places of image tokens."""
-    embed_RWD = looked_up(params["embed"], token_RW, execution)
-    if config.embedding_multiplier != 1.0:
-        embed_RWD = embed_RWD * config.embedding_multiplier
-    if config.scale_embeddings:
-        embed_RWD = embed_RWD * jnp.asarray(config.hidden_size**0.5, embed_RWD.dtype)
+    embed_RWD = embedded(params, config, token_RW, execution)
     return embed_RWD if sight is None else sight.merged(embed_RWD)
 
 

@@ -46,6 +46,8 @@ class Execution:
         projection until they split evenly, and caches hold the copies.
       ring_entries: R, number of entries of a slot in layers with a window, if the cache of these layers is a ring;
         None gives these layers as many entries as others.
+      mtp_slots: Maximum number of slots for which the layer that predicts the second next token drafts. Above 0, caches
+        have its keys and values after those of the other layers.
       pipeline: Pipeline stages that divide the layers; None is one stage. Rows must split evenly over its row axes.
     """
 
@@ -64,6 +66,7 @@ class Execution:
     cache_axes: tuple[str, ...] = ()
     kv_ways: int = 1
     ring_entries: int | None = None
+    mtp_slots: int = 0
     pipeline: Pipeline | None = None
 
     @property

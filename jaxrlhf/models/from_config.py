@@ -24,7 +24,7 @@ def model_config(model: Model, tokenizer: Sized) -> AnyModel:
         return NnxModel.of(model)
     if isinstance(model, FromScratch):
         return from_scratch(model, tokens=len(tokenizer))
-    return read_config(model.path, vision=model.vision)
+    return read_config(model.path, vision=model.vision, mtp=model.mtp)
 
 
 def from_scratch(model: FromScratch, *, tokens: int) -> ModelConfig:

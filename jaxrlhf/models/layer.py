@@ -13,7 +13,7 @@ from jaxrlhf.models.attention import linear_attention
 from jaxrlhf.models.attention.attention import each_token
 from jaxrlhf.models.attention.head_exchange import HeadExchange
 from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix
-from jaxrlhf.models.attention.linear_attention import LayerState, Projected
+from jaxrlhf.models.attention.linear_attention import LayerState, Projected, Unsettled
 from jaxrlhf.models.attention.mask import AttentionMask, Heads
 from jaxrlhf.models.attention.mla import attend_latents, expanded, latents
 from jaxrlhf.models.attention.pages import LayerPages
@@ -128,12 +128,11 @@ def layer_slots(
       working_B: False for slots whose state stays unchanged, in layers with states.
 
     Returns:
-      The hidden states, the layer's cache, and its router's outputs or None.
+      The hidden states, the layer's cache (`Unsettled` for a state and T > 1), and its router's outputs or None.
     """
     weights, score_mod = layer["attention"], _score_mod(layer, config)
 
     if isinstance(stored, LayerState):
-        assert hidden_BTD.shape[1] == 1, "a state cannot be rolled back, so its layer runs one token at a time"
         mix_linear = partial(_linear_slots, weights, config, stored, working_B)
         return _block(layer, config, hidden_BTD, mix_linear, execution, NO_ROUTER_INPUTS, input_BTP)
 
@@ -158,14 +157,15 @@ def layer_slots(
 
 
 def _linear_slots(
-    weights: Params, config: ModelConfig, stored: LayerState, working_B: Array | None, input_B1D: Array
-) -> tuple[Array, LayerState]:
-    """Run linear attention over one token of every slot. Return its output and the new states."""
+    weights: Params, config: ModelConfig, stored: LayerState, working_B: Array | None, input_BTD: Array
+) -> tuple[Array, LayerState | Unsettled]:
+    """Run linear attention over T tokens of every slot. Return its output and the new states, unsettled for T > 1."""
     assert config.linear is not None and working_B is not None, "only layers with linear attention have states"
-    projected = linear_attention.project(config.linear, weights, input_B1D)
-    mixing = linear_attention.mixer_weights(config.linear, weights)
-    mixed_B1KGU, state = linear_attention.mix_slots(config.linear, projected, mixing, stored, working_B)
-    return linear_attention.gated_output(weights, config, input_B1D, mixed_B1KGU), state
+    projected = linear_attention.project(config.linear, weights, input_BTD)
+    mixing, width = linear_attention.mixer_weights(config.linear, weights), input_BTD.shape[1]
+    mixed_BTKGU, state = linear_attention.mix_slots(config.linear, projected, mixing, stored, width * working_B)
+    kept = state if width == 1 else Unsettled(stored, projected, mixing)
+    return linear_attention.gated_output(weights, config, input_BTD, mixed_BTKGU), kept
 
 
 def _gated(mixed_RWNH: Array, gate_RWNH: Array | None) -> Array:

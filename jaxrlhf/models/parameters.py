@@ -56,6 +56,8 @@ def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
     if config.linear is not None:
         linear = replace(plain, num_layers=stack_of.count(LINEAR_LAYERS))
         tree[LINEAR_LAYERS] = _layers(linear) | {"attention": _linear_attention(linear, config.linear)}
+    if config.mtp and head == "lm":
+        tree["mtp"] = _mtp(plain)
     if config.vision is not None:
         tree[VISION] = declare_tower(config.vision)
     if head != "lm":
@@ -119,6 +121,16 @@ def _layers(config: ModelConfig) -> dict[str, Any]:
         **_norms(config),
         "attention": _attention(config) if config.latent is None else _latent_attention(config, config.latent),
         "mlp": _mlp(config, config.intermediate_size) if experts is None else _mixture(config, experts),
+    }
+
+
+def _mtp(config: ModelConfig) -> dict[str, Any]:
+    """Declare the layer that predicts the second next token, and the product that makes its input; see `models.mtp`."""
+    width, scale = config.hidden_size, Param((config.hidden_size,), (None,), _unit(config))
+    return {
+        **dict.fromkeys(("embed_norm", "hidden_norm", "norm"), scale),
+        "join": Param((2 * width, width), ("embed", None), fan_in=2 * width),
+        "layer": _layers(replace(config, num_layers=1)),
     }
 
 

@@ -28,7 +28,11 @@ def optimizer_of(
     Raises:
       Refusal: The factory does not exist, or does not take the arguments.
     """
-    steps = [optax.clip_by_global_norm(settings.max_grad_norm)]
+    clip = optax.clip_by_global_norm(settings.max_grad_norm)
+    if "mtp" in declared:  # apart: the layer's gradient must not shorten the policy's
+        parts = {name: name if name == "mtp" else "policy" for name in declared}
+        clip = optax.partition({"policy": clip, "mtp": clip}, parts)
+    steps = [clip]
     made = _made(settings, declared, total_updates=total_updates)
     if not groups.freeze:
         steps.append(made)
@@ -40,6 +44,11 @@ def optimizer_of(
     if settings.average_decay is not None:
         steps.append(averaging(settings.average_decay))
     return optax.chain(*steps)
+
+
+def without_mtp(gradient: Params) -> Params:
+    """Return the gradient without that of the layer for the second next token."""
+    return {name: part for name, part in gradient.items() if name != "mtp"}
 
 
 def _made(settings: Optimizer, declared: Params, *, total_updates: int) -> optax.GradientTransformation:

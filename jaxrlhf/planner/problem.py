@@ -35,16 +35,23 @@ SCORED_TOKENS = 16_384
 
 @dataclass(frozen=True)
 class Lengths:
-    """Expected mean numbers of tokens; None is the maximum that the configuration allows."""
+    """Expected mean numbers of tokens; None is the maximum that the configuration allows.
+
+    Attributes:
+      accepted: Expected `speculation/accepted_fraction`; None counts no drafts.
+    """
 
     prompt_tokens: float | None = None
     response_tokens: float | None = None
+    accepted: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "response_tokens"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise Refusal(f"the mean {name} must be above 0 and finite, got {value}")
+        if self.accepted is not None and not 0 <= self.accepted <= 1:
+            raise Refusal(f"accepted={self.accepted} is no share of drafted tokens; expected 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -189,8 +196,13 @@ def workload_of(config: Config, lengths: Lengths) -> Workload:
     """Return the workload of one step of the algorithm.
 
     Raises:
-      Refusal: A mean is above the configuration's maximum.
+      Refusal: A mean is above the configuration's maximum, or nothing drafts tokens that could be accepted.
     """
+    if lengths.accepted is not None and config.rollout.speculation is None:
+        raise Refusal(
+            f"accepted={lengths.accepted} counts drafts, but rollout.speculation=None drafts nothing; set "
+            "rollout.speculation='auto', or omit --accepted"
+        )
     algorithm, rollout, means = config.algorithm, config.rollout, {}
     prompts = algorithm.problems_per_step(config.rollout)
     sequences = rollout.responses_per_prompt if generates(config) else algorithm.together
@@ -210,6 +222,7 @@ def workload_of(config: Config, lengths: Lengths) -> Workload:
         slots=rollout.slots,
         quantize=rollout.quantize,
         together=algorithm.together,
+        accepted=lengths.accepted or 0.0,
     )
 
 
@@ -275,7 +288,9 @@ class _Shapes:
         self.notes: list[str] = []
 
     def __call__(self, model: Model | str) -> ModelConfig:
-        return self._known(model.path if isinstance(model, Pretrained) else model)
+        if not isinstance(model, Pretrained):
+            return self._known(model)
+        return replace(self._known(model.path), mtp=True) if model.mtp else self._known(model.path)
 
     def _look_up(self, model: FromScratch | Nnx | str) -> ModelConfig:
         if isinstance(model, FromScratch):
@@ -319,6 +334,8 @@ def _notes(config: Config, hardware: Hardware, lengths: Lengths) -> list[str]:
         notes.append("the time of reward functions on the hosts is not counted")
     if generates(config) and not generates_here(config):
         notes.append("the time of rollout.server, which generates, is not counted")
+    if config.rollout.speculation is not None and lengths.accepted is None:
+        notes.append("drafts of rollout.speculation are not counted; to set their accepted share, use --accepted")
     if generates(config) and config.environment is not None:
         notes.append("episodes are assumed to have one turn; the time of tools and environments is not counted")
     if any(spec.max_expansion is not None for spec in config.roles.values()):

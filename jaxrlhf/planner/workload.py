@@ -29,6 +29,7 @@ class Workload:
       slots: Largest number of responses decoded at once, over all replicas; None is as many as fit.
       quantize: Format of the matrices for generation; None is the compute dtype.
       together: Number of the longest sequences that a packed row has space for.
+      accepted: Probability that a drafted token is accepted if those before it are; 0 drafts nothing.
     """
 
     prompts: int
@@ -42,6 +43,7 @@ class Workload:
     quantize: Format | None = None
     longest_prompt_tokens: int = 0
     together: int = 1
+    accepted: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def export_policy(
     run, directory = Path(run).expanduser(), check_new(directory)
     saved = find_run(run, step, reward_model=True)
     model, head = saved.description, saved.head
-    config = read_config(model, vision=sees(model))
+    config = read_config(model, vision=sees(model), mtp=saved.mtp)
     if merge and saved.adapted is None and not average:
         raise Refusal(f"{run} trained whole weights, so there are no adapters to merge; omit --merge")
     alone = None if merge or average else saved.adapted
@@ -155,7 +155,11 @@ def policy_roles(config: Config, policy: str | None, step: int | None = None) ->
     model = config.model
     if saved.is_described or not isinstance(model, Nnx):
         path = saved.description
-        model = Pretrained(path, vision=bool(getattr(model, "vision", None)) and sees(path))
+        model = Pretrained(
+            path,
+            vision=bool(getattr(model, "vision", None)) and sees(path),
+            mtp=getattr(model, "mtp", False) and saved.mtp,
+        )
     # The servers belong to the training run, which may still be in progress.
     rollout = replace(config.rollout, server=None)
     config = replace(config, model=model, actor=replace(config.actor, lora=None), rollout=rollout)

@@ -154,7 +154,7 @@ def _check_checkpoints(config: Config, tokenizer: PreTrainedTokenizerBase) -> No
     scores = (part for part in config.rewards.parts if isinstance(part, ModelReward))
     wanted += [(Pretrained(part.path), "score") for part in scores]
     for model, head in dict.fromkeys(wanted):
-        check_local(model.path, head, vision=model.vision)
+        check_local(model.path, head, vision=model.vision, mtp=model.mtp)
 
 
 def _check_workdir(config: Config) -> None:

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import Checkpoints
+from jaxrlhf.checkpoint.items import stored_shapes
 from jaxrlhf.checkpoint.pretrained import load_pretrained
 from jaxrlhf.config import COLD_START, FromScratch, Lora, Model, Pretrained, Quantization, Refusal, Tower
 from jaxrlhf.config.refusal import read_object, reading
 from jaxrlhf.models.config import Head, ModelConfig
-from jaxrlhf.models.huggingface.load import Progress
+from jaxrlhf.models.huggingface.load import Progress, has_mtp
 from jaxrlhf.models.huggingface.peft import WEIGHTS, save_adapters
 from jaxrlhf.models.huggingface.save import save_tokenizer
 from jaxrlhf.models.linear import Adapter
@@ -193,6 +194,15 @@ class SavedPolicy:
                 f"{self.run} trained {NO_FORMAT}; evaluate it with the configuration of its run, or choose another run"
             )
         return self.source if self.run is None else str(self.run / MODEL)
+
+    @property
+    def mtp(self) -> bool:
+        """True if the weights include a layer that predicts the second next token."""
+        if self.run is None:
+            return has_mtp(self.source)
+        if self.adapted is not None:
+            return isinstance(self.adapted.model, Pretrained) and self.adapted.model.mtp
+        return "mtp.norm" in stored_shapes(self.folder(self.role))
 
     def folder(self, item: str) -> Path:
         """Return the folder of an item of the run's checkpoint, such as `actor`; the files are intact if they exist."""

@@ -289,7 +289,7 @@ class Builder:
             (Pretrained(part.path), "score") for part in self.config.rewards.parts if isinstance(part, ModelReward)
         ]
         for model, head in dict.fromkeys(wanted):
-            check_pretrained(model.path, read_config(model.path, vision=model.vision), head)
+            check_pretrained(model.path, read_config(model.path, vision=model.vision, mtp=model.mtp), head)
 
     def _policy_params(self, phase: Phase, roles: Sequence[str]) -> Params:
         """Load the policy's parameters before the phase, in the training layout and dtypes of one of `roles`.

@@ -20,6 +20,7 @@ from jaxrlhf.batching.ragged import RaggedBatch
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Refusal, Training
+from jaxrlhf.models.attention.attention import Segments
 from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.decoder import HiddenStates, hidden_states
@@ -27,6 +28,7 @@ from jaxrlhf.models.execution import Execution
 from jaxrlhf.models.heads import chunk_tokens, token_logp, values
 from jaxrlhf.models.lora.lora import adapted
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs
+from jaxrlhf.models.mtp.loss import mtp_logp
 from jaxrlhf.models.pipeline import pipeline_over
 from jaxrlhf.models.vision.rows import Pixels, StripShape, no_pixels
 from jaxrlhf.sharding.described import are_here
@@ -276,6 +278,17 @@ class ModelWorker:
             among_V = np.ones(self.config.vocab_size, bool) if self.likeliest_among is None else self.likeliest_among
             return token_logp(*tokens, among_V=jnp.asarray(among_V), **how)
         return token_logp(*tokens, entropy=entropy, named_RWK=named_RWK, **how)
+
+    def _mtp_logp(
+        self, params: Params, hidden_RWD: Array, rows: PackedBatch, temperature: Array
+    ) -> tuple[Array, Array]:
+        """Return what the layer for the second next token says of the response tokens; see `mtp_logp`."""
+        assert not isinstance(self.config, CausalLM), "only the decoder has such a layer"
+        tokens = rows.token_RW, rows.position_RW, rows.mask_RW
+        attended = Segments(rows.segment_RW) if rows.shared_prefix is None else rows.shared_prefix
+        chunk = chunk_tokens() * self.replicas.row_shards * self.token_shards
+        how: dict[str, Any] = {"temperature": temperature, "chunk_tokens": chunk, "execution": self._execution}
+        return mtp_logp(params, self.config, hidden_RWD, *tokens, attended, **how)
 
     def _on_mesh(self, tree: Any) -> Any:
         """Make global arrays over the whole mesh from this process's rows."""

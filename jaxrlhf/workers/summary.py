@@ -18,7 +18,7 @@ from jaxrlhf.workers.build import Builder
 from jaxrlhf.workers.model import microbatch_shape
 from jaxrlhf.workers.remat import activation_bytes, optimizer_bytes
 from jaxrlhf.workers.role_weights import layout_in
-from jaxrlhf.workers.router_replay import router_coefficient
+from jaxrlhf.workers.router_replay import mtp_coefficient, router_coefficient
 from jaxrlhf.workers.sampler import Sampler
 
 SummaryRow = tuple[str, str, str, str]
@@ -83,6 +83,7 @@ def _trained_rows(role: str, builder: Builder) -> list[SummaryRow]:
     training, mesh, model = builder.on.training(role), builder.on.mesh(role), builder.on.model_of(role)
     remat = builder.remat[role]
     router_coefficient(model, training.router_loss, role=role)  # raises Refusal early
+    mtp_coefficient(model, training, role=role)
     weights, state = _train_state(builder, role)
     row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.on.widest_row(role), role=role)
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
@@ -171,8 +172,9 @@ def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list
         ("generation", "attention", attention, _kernels_from(builder)),
         ("generation", "weights", _bytes(weights), "per device during generation"),
         ("generation", "cache", _bytes(cache), f"per device at capacity, {near}{freed}"),
-        ("generation", "speculation", "off" if engine.speculation.off else "auto", _drafts_of(engine)),
     ]
+    if builder.config.rollout.speculation is not None:
+        rows.append(("generation", "speculation", "off" if engine.speculation.off else "auto", _drafts_of(engine)))
     if apart and builder.config.rollout.staleness:
         most = f"up to {builder.config.steps_ahead + 1} x {_bytes(_sent_bytes(builder, mesh))}"
         rows.append(("generation", "next weights", most, "per device in host memory, fetched during decoding"))
@@ -182,7 +184,9 @@ def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list
 def _drafts_of(engine: Engine) -> str:
     """Return the widths of verifications, or the reason why there are none."""
     widths = " or ".join(map(str, engine.speculation.widths))
-    return engine.speculation.off or f"up to {widths} tokens of a response per forward pass, where this is faster"
+    by = "texts and the model's layer for the second next token" if engine.execution.mtp_slots else "texts"
+    how = f"up to {widths} tokens of a response per forward pass, drafted by {by}, where this is faster"
+    return engine.speculation.off or how
 
 
 def _sent_bytes(builder: Builder, mesh: Mesh) -> int:

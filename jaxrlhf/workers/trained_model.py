@@ -19,13 +19,13 @@ from jaxrlhf.config import Optimizer
 from jaxrlhf.models.lora.lora import adapted, declare_adapters
 from jaxrlhf.models.parameters import declare
 from jaxrlhf.optimizers.groups import ParameterGroups, layers_of
-from jaxrlhf.optimizers.optimizer import learning_rate, optimizer_of
+from jaxrlhf.optimizers.optimizer import learning_rate, optimizer_of, without_mtp
 from jaxrlhf.optimizers.state import state_layout
 from jaxrlhf.sharding.described import described
 from jaxrlhf.workers.model import Metrics, ModelSetup, ModelWorker
 from jaxrlhf.workers.offloadable import Offloadable, OffloadableItem
 from jaxrlhf.workers.role_weights import layout_in
-from jaxrlhf.workers.router_replay import router_coefficient, router_inputs, router_metrics
+from jaxrlhf.workers.router_replay import mtp_coefficient, router_coefficient, router_inputs, router_metrics
 
 Objective = Callable[..., Any]
 """Function `(output, mask_RW, weight_RW, fields, settings) -> (loss_RW, metrics)`; see `jaxrlhf.algos.objectives`."""
@@ -66,6 +66,7 @@ class TrainedWorker(ModelWorker):
     ) -> None:
         super().__init__(setup, params)
         self._router_loss = router_coefficient(self.config, setup.training.router_loss, role=self.role)
+        self._mtp_loss = mtp_coefficient(self.config, setup.training, role=self.role) if setup.head == "lm" else 0.0
         trained = params if adapters is None else adapters
         layout = layout_in(trained)
         self.adapters = None if adapters is None else Offloadable(adapters)
@@ -131,7 +132,7 @@ class TrainedWorker(ModelWorker):
 
     def _apply_gradient(self, trained: Params, state: Any, gradient: Params) -> tuple[Params, Any, jax.Array]:
         changes, state = self._optimizer.update(gradient, state, trained)
-        return optax.apply_updates(trained, changes), state, optax.tree.norm(gradient)
+        return optax.apply_updates(trained, changes), state, optax.tree.norm(without_mtp(gradient))
 
     def gradient_program(self, objective: Objective, settings: Hashable) -> Any:
         """Return the program that adds a microbatch's gradient to each replica's gradient, compiled per objective."""
@@ -157,9 +158,13 @@ class TrainedWorker(ModelWorker):
                     entropy = "entropy_weight" in fields
                     output = self._read(params, hidden_RWD, rows, temperature, entropy=entropy, **named)
                     token_loss, metrics = objective(output, mask, weight, fields, settings)
+                    shares = jnp.where(mask, fields.get("router_weight", weight), 0.0)
+                    if self._mtp_loss:
+                        logp, read = self._mtp_logp(params, hidden_RWD, rows, temperature)
+                        token_loss -= self._mtp_loss * jnp.where(read, shares * logp, 0.0)
+                        metrics = {**metrics, f"mtp/{self.role}_loss": jax.lax.stop_gradient(-logp)}
                     if routed is not None:
                         assert routed.loss_RW is not None, "the routers' loss is missing"
-                        shares = jnp.where(mask, fields.get("router_weight", weight), 0.0)
                         token_loss += self._router_loss * shares * routed.loss_RW.mean(axis=0)
                         metrics = {**metrics, **router_metrics(routed, rows, self.config, role=self.role)}
                     sums = {name: jnp.where(mask, value, 0.0).sum() for name, value in metrics.items()}

@@ -15,7 +15,10 @@ from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.engine.speculation import choice
 from jaxrlhf.engine.speculation.drafts import Draft
+from jaxrlhf.models.attention.attention import Segments
 from jaxrlhf.models.config import Experts, FullHeads, LatentAttention, LinearAttention
+from jaxrlhf.models.mtp.layer import mtp_rows
+from jaxrlhf.models.rope import rotations
 from jaxrlhf.planner.hardware import hardware
 from jaxrlhf.planner.topology import topology
 from jaxrlhf.sharding.described import described
@@ -50,6 +53,13 @@ STATES = replace(
     linear=LinearAttention(key_heads=2, value_heads=4, key_dim=6, value_dim=8),
     linear_layers=(True, False),
 )
+SPACES = replace(
+    SMALL,
+    family="granitemoehybrid",
+    linear=LinearAttention(key_heads=2, value_heads=4, key_dim=6, value_dim=8, groups=1),
+    linear_layers=(True, False),
+    rope_layers=(False, False),
+)
 LONGEST_PROMPT, LONGEST_RESPONSE, STOP = 24, 40, 3
 
 
@@ -61,8 +71,8 @@ def build(model=MODEL, *, drafts=True, pages=False, window=8, slots=4, ahead=Non
     execution = models.Execution(pipeline=models.pipeline_over(mesh, ("stage",), row_axes=SLOT_AXES))
     if pages:
         execution = models.Execution(pages_kernel="xla", **axes)
-    if sizes.get("cache"):
-        execution = models.Execution(cache_axes=("cache",), **axes)
+    if "context" in sizes:
+        execution = models.Execution(cache_axes=("context",), **axes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxrlhf.engine.buckets.SHORTEST_BUCKET", LONGEST_PROMPT)
         patch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", LONGEST_PROMPT + LONGEST_RESPONSE)
@@ -216,9 +226,12 @@ def test_windows_may_be_dispatched_ahead(monkeypatch):
 KINDS = {
     "latents": {"model": LATENT},
     "rings and sinks": {"model": WINDOWED},
+    "states": {"model": STATES},
+    "states of spaces on eight devices": {"model": SPACES, "data": 4, "tensor": 2, "slots": 8},
     "pages": {"pages": True, "data": 2, "tensor": 2},
     "heads and replicas of eight devices": {"data": 4, "tensor": 2, "slots": 8},
     "stages": {"stage": 2, "data": 2},
+    "positions over devices": {"context": 2, "tensor": 2, "data": 2},
 }
 
 
@@ -241,10 +254,19 @@ def conversations(engine: Engine, *, turns: int = 3):
     return found
 
 
-@pytest.mark.parametrize("model", [MODEL, pytest.param(WINDOWED, marks=pytest.mark.slow)], ids=["whole", "rings"])
-def test_later_turns_reuse_what_verifications_wrote(model, monkeypatch):
-    expected = conversations(build(model, drafts=False))
-    engine = build(model)
+KEPT = {
+    "whole": {},
+    "rings": {"model": WINDOWED},
+    "pages of eight devices": {"pages": True, "data": 4, "tensor": 2, "slots": 8},
+}
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.slow if how else ()) for how in KEPT.values()], ids=KEPT
+)
+def test_later_turns_reuse_what_verifications_wrote(how, monkeypatch):
+    expected = conversations(build(**{name: how[name] for name in how if name == "model"}, drafts=False))
+    engine = build(**how)
     before = engine.prefill.reused_tokens
     verifying(engine, [], monkeypatch, right=0.5)
     same_responses(conversations(engine), expected, atol=2e-5)
@@ -268,11 +290,12 @@ def test_while_a_response_is_constrained_nothing_is_drafted(monkeypatch):
     assert all("constrained" in name for name in decoded[:9])
 
 
-def test_models_whose_cache_cannot_be_rolled_back_say_so_and_generate():
-    engine = build(STATES)
+def test_engines_that_cannot_verify_say_so_and_generate():
+    states = replace(STATES, num_layers=4, linear_layers=(True, False) * 2)
+    engine = build(states, stage=2, data=2)
     assert "linear attention" in engine.speculation.off
     ours = engine.generate(requests()[:2], Sampling(), seed=1)
-    same_responses(ours, build(STATES, drafts=False).generate(requests()[:2], Sampling(), seed=1))
+    same_responses(ours, build(states, drafts=False).generate(requests()[:2], Sampling(), seed=1))
     assert "decode_tokens_per_dispatch=2" in build(window=2).speculation.off
     assert build(drafts=False).speculation.off == "rollout.speculation=None"
     assert build().speculation.off is None
@@ -307,3 +330,64 @@ def test_a_verification_on_a_tpu_holds_its_cache_once(monkeypatch):
     cache = 2 * model.num_layers * 32 * 4 * 128 * 1024 * 4
     assert cache < memory.argument_size_in_bytes < 1.1 * cache
     assert memory.temp_size_in_bytes < 0.5 * cache
+
+
+GATED = replace(STATES, mtp=True)
+DENSE_MTP = replace(MODEL, family="glm4_moe", qkv_bias=False, experts=Experts(6, 2, 8), mtp=True)
+LATENT_MTP = replace(LATENT, mtp=True)
+MTP = {
+    "experts": {"model": DENSE_MTP},
+    "latents": {"model": LATENT_MTP},
+    "states on eight devices": {"model": GATED, "data": 4, "tensor": 2, "slots": 8},
+    "positions over devices": {"model": DENSE_MTP, "context": 2, "data": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.slow if how != MTP["experts"] else ()) for how in MTP.values()], ids=MTP
+)
+def test_drafts_of_the_model_change_no_token(how, monkeypatch):
+    """Drafts of its further layer, whose weights are random, so that few are right."""
+    engine = build(**how)
+    assert engine.execution.mtp_slots
+    monkeypatch.setattr(engine.speculation, "_width", lambda rows, active: 4)
+    monkeypatch.setattr(engine.speculation._index, "draft", lambda *_: Draft((), 0))
+    engine.speculation.take_counts()
+    for sampling in (Sampling(greedy=True), Sampling(temperature=1.2)):
+        expected = build(how["model"], drafts=False).generate(requests(), sampling, seed=7)
+        same_responses(engine.generate(requests(), sampling, seed=7), expected, atol=2e-5)
+    counts = engine.speculation.take_counts()
+    assert counts.calls > 10 and counts.drafted > 20
+
+
+def test_the_first_draft_is_the_likeliest_second_next_token(monkeypatch):
+    """Of the layer's own forward pass over the whole text, in which zeros stand for the token after the prompt."""
+    engine, read, found = build(DENSE_MTP), None, []
+    params, read = gaussian(DENSE_MTP), engine.speculation.read
+
+    def recorded(windows, **how):
+        found.extend(
+            (sequence.request, tuple(sequence.tokens), window.drafted) for sequence, window in windows if window.active
+        )
+        read(windows, **how)
+
+    monkeypatch.setattr(engine.speculation, "read", recorded)
+    engine.generate(requests(), Sampling(greedy=True), seed=1)
+    assert len(found) > 30
+    width = LONGEST_PROMPT + LONGEST_RESPONSE
+    token_RW = np.zeros((len(found), width), np.int32)
+    next_RW = np.full((len(found), width), -1, np.int32)
+    for row, (request, tokens, _) in enumerate(found):
+        text, prompt = (*request.prompt_tokens, *tokens), len(request.prompt_tokens)
+        token_RW[row, : len(text)] = text
+        next_RW[row, : len(text) - 1] = text[1:]
+        next_RW[row, prompt - 1] = -1
+    place_RW = np.broadcast_to(np.arange(width, dtype=np.int32), token_RW.shape)
+    given = place_RW, np.ones_like(place_RW)
+    hidden_RWD = models.hidden_states(params, DENSE_MTP, token_RW, *given).hidden_RWD
+    turn = rotations(DENSE_MTP, place_RW)
+    further_RWD, _ = mtp_rows(params, DENSE_MTP, hidden_RWD, next_RW, turn, Segments(given[1]), models.ONE_DEVICE)
+    logit_RWV = np.asarray(models.logits(params, DENSE_MTP, further_RWD))
+    for row, (request, tokens, drafted) in enumerate(found):
+        logit_V = logit_RWV[row, len(request.prompt_tokens) + len(tokens) - 2]
+        assert logit_V.max() - logit_V[drafted[0]] < 1e-4

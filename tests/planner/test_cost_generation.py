@@ -91,6 +91,27 @@ def test_many_responses_are_bound_by_products(waves: int, at_once: int, by_produ
     assert cost.compute_s == pytest.approx(multiplying)
 
 
+@pytest.mark.parametrize(("accepted", "gained"), [(1.0, 4.0), (0.5, 1.875)])
+def test_drafts_read_weights_and_cache_once_for_the_tokens_that_are_gained(accepted: float, gained: float) -> None:
+    plain, drafted = (generated(work=replace(WORK, accepted=share)) for share in (0.0, accepted))
+    assert drafted.memory_s == pytest.approx(plain.memory_s / gained)
+    hardware = replace(READS, matmul_flops_per_s=1e6)
+    plain, drafted = (generated(work=replace(WORK, accepted=share), hardware=hardware) for share in (0.0, accepted))
+    prefill = generated(work=replace(WORK, response_tokens=1e-9), hardware=hardware).compute_s
+    # A pass multiplies four tokens, whatever it gains.
+    assert drafted.compute_s - prefill == pytest.approx((plain.compute_s - prefill) * 4 / gained)
+
+
+def test_drafts_are_left_out_where_they_lose_and_of_many_responses() -> None:
+    bound = replace(READS, memory_bytes_per_s=FREE, matmul_flops_per_s=1.0)
+    for how, hardware in ((ONE, bound), (Decoding(1, 65, 1), READS)):
+        costs = [
+            generated(how=how, work=replace(WORK, accepted=share, longest_tokens=16), hardware=hardware).seconds
+            for share in (0.0, 0.9)
+        ]
+        assert costs[0] == costs[1]
+
+
 @pytest.mark.parametrize(("devices", "layout", "fit", "slots", "expected"), [
     (4, Layout(4), 16, None, Decoding(1, 16, 4)),
     (4, Layout(4), 15, None, Decoding(2, 8, 4)),

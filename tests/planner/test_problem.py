@@ -230,6 +230,8 @@ def test_supervised_training_has_one_update_of_its_examples():
     ("lengths", "message"),
     [
         ((101, None), "a mean of 101 prompt_tokens is above rollout.max_prompt_tokens=100; lower the mean"),
+        ((None, None, 0.5), "accepted=0.5 counts drafts, but rollout.speculation=None"),
+        ((None, None, 1.5), "accepted=1.5 is no share"),
         ((None, 301), "a mean of 301 response_tokens is above rollout.max_response_tokens=300"),
         ((0, None), "the mean prompt_tokens must be above 0 and finite, got 0"),
         ((math.inf, None), "the mean prompt_tokens must be above 0 and finite, got inf"),

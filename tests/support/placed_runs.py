@@ -87,12 +87,12 @@ def assert_resumed(workdir: Path, whole: Path, *, after: int, without: tuple[str
     """The bits of a whole run, though all steps after the given one were made anew: they took other times.
 
     Args:
-      without: Prefixes of metrics that are rounded in another order in every run.
+      without: Prefixes of metrics that timings decide, or that are rounded in another order in every run.
     """
     files = [run / "metrics.jsonl" for run in (workdir, whole)]
-    for mine, theirs in zip(*map(numbers, files), strict=True):
-        assert mine.keys() == theirs.keys()
-        assert all(mine[name] == theirs[name] for name in mine if not name.startswith(without))
+    for both in zip(*map(numbers, files), strict=True):
+        mine, theirs = ({name: each[name] for name in each if not name.startswith(without)} for each in both)
+        assert mine == theirs
     resumed, once = ([step["time/step_s"] for step in records(file)] for file in files)
     assert resumed[:after] == once[:after]
     assert not {*resumed[after:]} & {*once[after:]}

@@ -34,8 +34,10 @@ from jaxrlhf.config import (
     Preference,
     RewardModel,
     Rewards,
+    Sampling,
     Training,
 )
+from jaxrlhf.engine.speculation import choice
 from jaxrlhf.trainer import log
 from jaxrlhf.trainer.run import run
 
@@ -50,6 +52,7 @@ def cases() -> dict[str, Config]:
         "VAPO": config_of(vapo),  # the first checkpoint is before the policy trains
         "DAPO": config_of(DAPO(responses_per_update=64)),
         "rows over two devices": split_rows(config_of(GRPO(responses_per_update=64))),
+        "drafts": with_drafts(config_of(GRPO(responses_per_update=64))),
         "RewardModel": config_of(RewardModel(pairs_per_update=8, critic=training())),
         "PRIME": replace(further_roles.config_of("PRIME"), steps=STEPS),
         "SafeRLHF": replace(further_roles.config_of("SafeRLHF"), steps=STEPS),
@@ -59,6 +62,16 @@ def cases() -> dict[str, Config]:
 def split_rows(config: Config) -> Config:
     """The same with the tokens of each row on two devices."""
     return replace(config, devices=2, actor=replace(config.actor, layout=Layout(context=2)))
+
+
+def with_drafts(config: Config) -> Config:
+    """The same with responses long enough to repeat themselves, few at once, and every draft verified."""
+    choice.LEAST_GAIN = 0.0
+    sizes = {"slots": 8, "max_response_tokens": 24, "decode_tokens_per_dispatch": 4}
+    return replace(
+        config,
+        rollout=replace(config.rollout, **sizes, sampling=Sampling(temperature=0.5), speculation="auto"),
+    )
 
 
 def config_of(algorithm: Algorithm) -> Config:

@@ -18,11 +18,12 @@ may the last digits of log-probabilities.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrlhf.engine.buckets import Shape
 from jaxrlhf.engine.compiled import Compiled, Size
@@ -30,8 +31,9 @@ from jaxrlhf.engine.constraints import constrained
 from jaxrlhf.engine.programs import NO_TOKEN, decode
 from jaxrlhf.engine.sequence import SequenceState, WindowTokens
 from jaxrlhf.engine.slot_book import SlotBook
-from jaxrlhf.engine.speculation.drafts import MOST_MATCHED, NO_DRAFT, Draft, DraftIndex
+from jaxrlhf.engine.speculation.drafts import BY_MTP, MOST_MATCHED, NO_DRAFT, Draft, DraftIndex
 from jaxrlhf.engine.speculation.verification import verify
+from jaxrlhf.models import AnyModel, Execution
 from jaxrlhf.models.config import ModelConfig
 
 WIDTHS = (4, 8)
@@ -111,11 +113,28 @@ def obstacle(shape: Shape) -> str | None:
     config = shape.config
     if not isinstance(config, ModelConfig):
         return "a user-defined model runs one token of a slot at a time"
-    if config.linear is not None:
-        return "states of linear attention cannot be rolled back to the last accepted token"
+    if config.linear is not None and shape.execution.pipeline is not None:
+        return "over pipeline stages, states of linear attention are not rolled back to the last accepted token"
     if shape.tokens_per_dispatch < WIDTHS[0]:
         return f"decode_tokens_per_dispatch={shape.tokens_per_dispatch} is below the {WIDTHS[0]} tokens of a draft"
     return None
+
+
+def with_mtp(
+    wanted: Literal["auto"] | None, config: AnyModel, execution: Execution, mesh: Mesh, *, replicas: int
+) -> Execution:
+    """Return the execution in which the model's layer for the second next token, if it has one, drafts for few slots.
+
+    Pages and pipeline stages have no place for the layer's keys and values.
+
+    Args:
+      wanted: Setting `rollout.speculation`.
+    """
+    mtp = isinstance(config, ModelConfig) and config.mtp
+    if wanted is None or not mtp or execution.pages_kernel is not None or execution.pipeline is not None:
+        return execution
+    most = MOST_TOKENS.get(mesh.devices.flat[0].platform, MOST_TOKENS_ELSEWHERE) // WIDTHS[0]
+    return replace(execution, mtp_slots=most * replicas)
 
 
 class Speculation:
@@ -225,7 +244,10 @@ class Speculation:
             self._count(self._drafts[slot], tokens)
             self._index.extend(slot, tokens)
             left = sequence.limit - sequence.request.sampled - len(sequence.tokens) - 1
-            self._drafts[slot] = self._index.draft(slot, min(most, left)) if window.active and most else NO_DRAFT
+            self._drafts[slot] = NO_DRAFT
+            if window.active and most:
+                found = self._index.draft(slot, min(most, left)), Draft(window.drafted[: min(most, left)], BY_MTP)
+                self._drafts[slot] = max(found, key=lambda draft: self._expected(draft, most))
         self._call = None
         gain = max([1.0, *self._compiled_gains(rows, len(read)).values()])
         self._mean_gain += (_NEWEST_SHARE if most else 1.0) * (gain - self._mean_gain)

@@ -2,7 +2,8 @@
 
 The texts of a response are its own prompt and tokens, and the other responses to the same prompt: of its group, of
 earlier steps and of earlier epochs. The newest tokens of the response are searched in these texts. What follows the
-longest match is the draft. No model is asked, so a draft costs microseconds.
+longest match is the draft. No model is asked, so a draft costs microseconds. The texts are in no checkpoint: a resumed
+run starts without them and samples the same tokens.
 
 Source: Saxena 2023 (prompt lookup decoding); Oliaro et al. 2024 (SuffixDecoding, arXiv:2411.04975), section 4, which
 also votes among equally long matches; He et al. 2023 (REST, arXiv:2311.08252).
@@ -25,6 +26,9 @@ OVERLAP = MOST_MATCHED + 8
 
 MOST_VOTES = 16
 """Maximum number of equally long matches that vote for the next token, the newest of them."""
+
+BY_MTP = 1
+"""`Draft.matched` of a draft by the layer that predicts the second next token, which no match has."""
 
 END = -1
 """Mark between texts; no token has this id."""

@@ -9,7 +9,8 @@ one too. No rejection sampling is needed: it would correct for a draft that deci
 only decides how many samples of one forward pass are used.
 
 Keys and values of rejected tokens stay in the cache after the newest token. No later token sees them, because masks
-follow the positions of tokens, and the next tokens overwrite them.
+follow the positions of tokens, and the next tokens overwrite them. States of linear attention are computed twice: over
+all tokens for the logits, and again from the states before, over the tokens that were taken.
 
 Source: Leviathan et al. 2023 (speculative decoding, arXiv:2211.17192), section 2, for the verification in one pass.
 """
@@ -24,7 +25,9 @@ from jaxtyping import Int
 from jaxrlhf import models
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.engine.buckets import Shape
-from jaxrlhf.engine.programs import NO_TOKEN, Cache, Slots, Window, ended, run_tokens, sample_tokens
+from jaxrlhf.engine.programs import NO_TOKEN, Cache, Slots, Window, draft, ended, run_mtp, run_tokens, sample_tokens
+from jaxrlhf.models.attention.linear_attention import Unsettled
+from jaxrlhf.models.config import ModelConfig
 
 
 def verify(
@@ -60,6 +63,7 @@ def verify(
     before_BT = jnp.pad(continues_BD, ((0, 0), (1, 0)), constant_values=True)
     taken_BT = jnp.cumprod(before_BT, axis=1).astype(bool) & slots.active_B[:, None]
     taken_B = taken_BT.sum(axis=1, dtype=jnp.int32)
+    cache = _settled(cache, taken_B, shape)
 
     def newest(leaf_BT: Array, old_B: Array) -> Array:
         at_B = jnp.maximum(taken_B - 1, 0).reshape(count, *[1] * (leaf_BT.ndim - 1))
@@ -71,6 +75,7 @@ def verify(
         leaf_BT = jnp.where(mask_BT, leaf_BT, jnp.asarray(padding, leaf_BT.dtype))
         return jnp.concatenate([first_B[None], jnp.swapaxes(leaf_BT, 0, 1)])
 
+    cache, further_BTD = run_mtp(params, cache, slots, output.hidden_BD, token_BT, shape=shape)
     kept_BTK: Any = None if sampled.kept_BK is None else by_slot(sampled.kept_BK)
     choice_BTLk: Any = output.choice_BLk
     old_kept_BK: Any = slots.kept_BK
@@ -89,4 +94,14 @@ def verify(
         active_B=read.active_B,
         kept_BK=old_kept_BK if kept_BTK is None else newest(kept_BTK, old_kept_BK),
     )
-    return cache, slots, read
+    further_BD = None if further_BTD is None else newest(further_BTD, jnp.zeros_like(further_BTD[:, 0]))
+    cache, drafted_BD = draft(params, cache, slots, further_BD, shape=shape)
+    return cache, slots, read._replace(drafted_BD=drafted_BD)
+
+
+def _settled(cache: Any, taken_B: Array, shape: Shape) -> Any:
+    """Advance the states of linear attention by the tokens that were taken."""
+    if not isinstance(shape.config, ModelConfig) or shape.config.linear is None:
+        return cache
+    linear = shape.config.linear
+    return [layer.settled(linear, taken_B) if isinstance(layer, Unsettled) else layer for layer in cache]

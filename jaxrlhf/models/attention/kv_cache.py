@@ -21,7 +21,7 @@ from jaxtyping import Float, Int, Num
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention import attend_tokens
 from jaxrlhf.models.attention.interleaved import by_device, interleave, resized
-from jaxrlhf.models.attention.linear_attention import LayerState, empty_state
+from jaxrlhf.models.attention.linear_attention import LayerState, Unsettled, empty_state
 from jaxrlhf.models.attention.pages import LayerPages
 from jaxrlhf.models.attention.rings import NOWHERE, prompts_of_ring, ring_of_prompts, windowed_layers
 from jaxrlhf.models.attention.score_mod import ScoreMod
@@ -175,8 +175,9 @@ def is_ring(stored: Any) -> bool:
     return isinstance(stored, _Ring)
 
 
-Cache = list[LayerCache] | list[LayerPages] | list[LayerCache | LayerState]
-"""Caches of all layers that keep keys and values (in slots or in pages), or states of linear attention."""
+Cache = list[LayerCache] | list[LayerPages] | list[LayerCache | LayerState | Unsettled]
+"""Caches of all layers that keep keys and values (in slots or in pages), or states of linear attention; these are
+unsettled only in the result of `decode`."""
 
 
 def cache_kind(stored: Any) -> str:
@@ -186,7 +187,7 @@ def cache_kind(stored: Any) -> str:
 
 def capacity_of(cache: Cache) -> int | None:
     """Return the number of positions of each slot; None (no bound) if all layers have rings or states."""
-    return next((stored.capacity for stored in cache if not isinstance(stored, LayerState | _Ring)), None)
+    return next((stored.capacity for stored in cache if not isinstance(stored, LayerState | Unsettled | _Ring)), None)
 
 
 @causal_lm_method
@@ -215,7 +216,8 @@ def empty_cache(
 
     stacks = config.pattern.stack_of()[: config.num_layers // stages]
     kept = [stack for stack in stacks if stack not in LENDERS]
-    return [layer(stack, near) for stack, near in zip(kept, windowed_layers(config, stages=stages), strict=True)]
+    own = [layer(stack, near) for stack, near in zip(kept, windowed_layers(config, stages=stages), strict=True)]
+    return [*own, layer(LAYERS, False)] if execution.mtp_slots else own
 
 
 def empty_prefix(config: ModelConfig, *, prompts: int, width: int, execution: Execution) -> Prefix:
@@ -230,7 +232,7 @@ def empty_prefix(config: ModelConfig, *, prompts: int, width: int, execution: Ex
     if config.full_heads is not None:
         sliding = zeros(SLIDING_LAYERS, counts[SLIDING_LAYERS]) if counts[SLIDING_LAYERS] else None
         return zeros(LAYERS, counts[LAYERS])._replace(sliding=sliding)
-    prefix = zeros(LAYERS, config.attention_layers)
+    prefix = zeros(LAYERS, config.attention_layers + bool(execution.mtp_slots))
     if config.linear is None:
         return prefix
     state = empty_state(config.linear, counts[LINEAR_LAYERS], prompts, dtype=execution.dtype)

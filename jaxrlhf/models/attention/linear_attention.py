@@ -196,13 +196,44 @@ def mix_slots(
     projected: Projected,
     weights: MixerWeights,
     state: LayerState,
-    working_B: Bool[Array, "B"],
+    count_B: Int[Array, "B"],
 ) -> tuple[Array, LayerState]:
-    """Mix one token of every slot, `W = 1`.
+    """Mix T tokens of every slot, one after another.
 
     Args:
-      working_B: False for slots whose state stays unchanged.
+      count_B: Number of first tokens that change the state of each slot.
+
+    Returns:
+      Mixed values, `[B, T, K, G, U]`, of which those of later tokens are meaningless, and the states.
     """
+    width, mixed = projected.input_RWKY.shape[1], []
+    for at in range(width):
+        token = projected if width == 1 else Projected(*(leaf[:, at : at + 1] for leaf in projected))
+        one, state = _mix_token(config, token, weights, state, at < count_B)
+        mixed.append(one)
+    return mixed[0] if width == 1 else jnp.concatenate(mixed, axis=1), state
+
+
+class Unsettled(NamedTuple):
+    """State of B slots before T tokens, and what the tokens change, until it is known how many of them are taken."""
+
+    state: LayerState
+    projected: Projected
+    weights: MixerWeights
+
+    def settled(self, config: LinearAttention, count_B: Int[Array, "B"]) -> LayerState:
+        """Return the state after the first `count_B` tokens."""
+        return mix_slots(config, self.projected, self.weights, self.state, count_B)[1]
+
+
+def _mix_token(
+    config: LinearAttention,
+    projected: Projected,
+    weights: MixerWeights,
+    state: LayerState,
+    working_B: Bool[Array, "B"],
+) -> tuple[Array, LayerState]:
+    """Mix one token of every slot, `W = 1`; the state of slots that do not work stays unchanged."""
     before_BSKY = jnp.swapaxes(state.input_BKSY, 1, 2)
     convolved_B1KY = convolve_one(projected.input_RWKY, weights.kernel_KYT, before_BSKY, weights.bias_KY)
     steps = _steps(config, projected, convolved_B1KY)

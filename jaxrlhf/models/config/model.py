@@ -83,6 +83,8 @@ class ModelConfig:
       dense_layers: Number of first layers that have an MLP, where later layers have experts.
       max_positions: Longest sequence the checkpoint was made for, in tokens.
       experts: Mixture of experts instead of the MLP; None is a dense MLP.
+      mtp: True if one more layer predicts the token after the next one (multi-token prediction, MTP). Its hidden states
+        change no other token's; it drafts tokens, and has a loss of its own.
       vision: Vision tower whose features replace the embeddings of image tokens; None reads text only.
     """
 
@@ -135,6 +137,7 @@ class ModelConfig:
     dense_layers: int = 0
     max_positions: int = 32_768
     experts: Experts | None = None
+    mtp: bool = False
     vision: Vision | None = None
 
     def __post_init__(self) -> None:

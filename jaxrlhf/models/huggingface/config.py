@@ -118,12 +118,13 @@ def labels_steps(path: str | Path) -> bool:
     return True
 
 
-def read_config(path: str | Path, *, vision: bool = False) -> ModelConfig:
+def read_config(path: str | Path, *, vision: bool = False, mtp: bool = False) -> ModelConfig:
     """Read the shape of the checkpoint's decoder.
 
     Args:
       vision: Read the shape of its vision tower as well, which the checkpoint must have. Otherwise a vision-language
         checkpoint is read as its text part.
+      mtp: Include the layer that predicts the second next token, which the checkpoint must have.
 
     Raises:
       Refusal: The architecture is unknown, a field is missing or unknown, or a field has a value that this decoder
@@ -135,9 +136,23 @@ def read_config(path: str | Path, *, vision: bool = False) -> ModelConfig:
         config = _read_decoder(family, fields)
     except TypeError as error:  # from arithmetic on null, or on a text in place of a number
         raise fields.unreadable(error) from error
+    if mtp:
+        config = replace(config, mtp=_with_one_mtp(path, family, vision=vision))
     if not vision:
         return config
     return replace(config, vision=read_vision(read_fields(path, whole=True), f"{path}/config.json"))
+
+
+def _with_one_mtp(path: str | Path, family: Family, *, vision: bool) -> bool:
+    """Return True if files of the family have one layer that predicts the second next token; else refuse it."""
+    count = 0 if family.mtp is None else read_fields(path).get(family.mtp.config_field) or 1
+    if count != 1 or vision:
+        what = "a vision tower" if vision else f"{count} layers that predict further tokens"
+        raise Refusal(
+            f"mtp=True loads one layer that predicts the second next token, of a text model, but {path} is a "
+            f"{family.name} checkpoint with {what}; set mtp=False"
+        )
+    return True
 
 
 def _read_decoder(family: Family, fields: Fields) -> ModelConfig:

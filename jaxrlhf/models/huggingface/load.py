@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Head, ModelConfig
-from jaxrlhf.models.huggingface.config import labels_steps, read_family
+from jaxrlhf.models.huggingface.config import labels_steps, read_config, read_family
 from jaxrlhf.models.huggingface.families import (
     FAMILIES,
     LM_HEAD,
@@ -125,6 +125,15 @@ def check_params(path: str | Path, config: ModelConfig, head: Head) -> None:
     """
     with TensorFiles(resolve(path, weights=True), vision=config.vision is not None) as files:
         _check(files, config, head)
+
+
+def has_mtp(path: str | Path) -> bool:
+    """Return whether the files of a checkpoint have a layer that predicts the second next token."""
+    names = read_family(path)[0].mtp
+    if names is None:
+        return False
+    with TensorFiles(resolve(path, weights=True), vision=False) as files:
+        return names.join.format(layer=read_config(path).num_layers) in files.file_of
 
 
 def label_bias(path: str | Path) -> float:

@@ -25,7 +25,7 @@ from jaxrlhf.models.huggingface.config import (
     token_ids,
     write_fields,
 )
-from jaxrlhf.models.huggingface.families import StoredTensor, published_name, stored_tensors, tensor_shapes
+from jaxrlhf.models.huggingface.families import FAMILIES, StoredTensor, published_name, stored_tensors, tensor_shapes
 from jaxrlhf.models.huggingface.hub import HUB_FILES, resolve
 from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.tensor_files import INDEX, TensorFiles
@@ -222,6 +222,8 @@ def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, 
         # Older files call it torch_dtype.
         kinds = {"torch_dtype", "dtype"} & kept.keys() or {"dtype"}
         fields = kept | head_fields(config, head) | ({} if dtype is None else dict.fromkeys(kinds, dtype))
+        if config.mtp and head == "lm" and (names := FAMILIES[config.family].mtp) is not None:
+            fields[names.config_field] = 1  # files of Qwen3-Next do not say so
     else:
         fields = write_fields(config, head, dtype=dtype or "float32")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -6,9 +6,22 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
-from jaxrlhf.batch import Array
+from jaxrlhf.batch import Array, Params
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.execution import Execution
 from jaxrlhf.sharding.rules import TRAIN, shardings
+
+
+def embedded(
+    params: Params, config: ModelConfig, token_RW: Int[Array, "R W"], execution: Execution
+) -> Float[Array, "R W D"]:
+    """Return the embeddings of tokens as the first layer gets them."""
+    embed_RWD = looked_up(params["embed"], token_RW, execution)
+    if config.embedding_multiplier != 1.0:
+        embed_RWD = embed_RWD * config.embedding_multiplier
+    if config.scale_embeddings:
+        embed_RWD = embed_RWD * jnp.asarray(config.hidden_size**0.5, embed_RWD.dtype)
+    return embed_RWD
 
 
 def looked_up(

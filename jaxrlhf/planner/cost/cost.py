@@ -8,11 +8,12 @@ Source: HybridFlow (arXiv:2409.19256), section 6 and appendix C; sources of form
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxrlhf.config import Layout
 from jaxrlhf.engine.buckets import cache_capacities
 from jaxrlhf.engine.prefill import PREFILL_TOKENS
+from jaxrlhf.engine.speculation.choice import MOST_TOKENS, MOST_TOKENS_ELSEWHERE, WIDTHS
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.models.lora.quantized import Format
@@ -232,18 +233,26 @@ def prefill_cost(
 def decode_cost(
     model: ModelConfig, layout: Layout, how: Decoding, workload: Workload, software: Software, hardware: Hardware
 ) -> Cost:
-    """Return the cost of decoding all responses. More memory for the cache never increases the cost."""
+    """Return the cost of decoding all responses. More memory for the cache never increases the cost.
+
+    With drafts, a pass runs several tokens of each response and gains those accepted, where this is faster.
+    """
     stages, tensor, each_bytes = layout.generation_stage, layout.generation_tensor, software.compute_bytes
     each = math.ceil(workload.responses / how.replicas)
     tokens = each * workload.response_tokens
-    full_steps = how.waves * workload.response_tokens
-    last_steps = workload.longest_tokens - workload.prompt_tokens - workload.response_tokens
+    (width, gained), (last_width, last_gained) = (
+        _of_pass(workload, count, hardware) for count in (each / how.waves, 1)
+    )
+    full_steps = how.waves * workload.response_tokens / gained
+    last_steps = (workload.longest_tokens - workload.prompt_tokens - workload.response_tokens) / last_gained
+    run = tokens * width / gained  # tokens that passes run, the rejected included
     steps = full_steps + last_steps
 
     routed = None if model.experts is None else model.experts.per_token
     weights = weight_counts(model)
-    compute = 2 * tokens * (weights.layers_with(routed) + weights.head) / tensor / hardware.reached_flops_per_s
-    read = full_steps * _weights_read(model, layout, each / how.waves) + last_steps * _weights_read(model, layout, 1)
+    compute = 2 * run * (weights.layers_with(routed) + weights.head) / tensor / hardware.reached_flops_per_s
+    read = full_steps * _weights_read(model, layout, width * each / how.waves)
+    read += last_steps * _weights_read(model, layout, last_width)
     weights_s = read * each_bytes / tensor / hardware.reached_bytes_per_s
 
     exact, context = software.decode_tokens_per_dispatch is None, workload.prompt_tokens + workload.response_tokens / 2
@@ -251,29 +260,41 @@ def decode_cost(
     context = kept_tokens(model, layout, context, workload, software)
     per_token = stages * cache_bytes_per_token(model, layout, itemsize=each_bytes, lanes=software.cache_lanes)
     state = 2 * model.state_bytes / tensor  # read and written at every token
-    cache = tokens * (context * per_token + state) / hardware.reached_bytes_per_s
+    cache = tokens / gained * (context * per_token + state) / hardware.reached_bytes_per_s
 
     # Two all-reduces per layer in each step; over all steps they send the activations of all tokens.
-    group, sent = DeviceGroup(tensor, 1), tokens * model.hidden_size * each_bytes
+    group, sent = DeviceGroup(tensor, 1), run * model.hidden_size * each_bytes
     waiting = all_reduce_s(0.0, group, hardware)
     collective = 2 * model.num_layers * (all_reduce_s(sent, group, hardware) + (steps - 1) * waiting)
     pipeline = DeviceGroup(stages, tensor)
     waiting = send_s(0.0, pipeline, hardware)
     collective += (stages - 1) * (send_s(sent, pipeline, hardware) + (steps - 1) * waiting)
     exchanged, waiting = (
-        experts_exchange_s(model, layout, stages * tensor, count, software, hardware) for count in (tokens, 0.0)
+        experts_exchange_s(model, layout, stages * tensor, count, software, hardware) for count in (run, 0.0)
     )
     collective += 2 * _mixtures(model) * (exchanged + (steps - 1) * waiting)
-    gathered, waiting = (parts_gather_s(model, layout, count, hardware) for count in (tokens, 0.0))
+    gathered, waiting = (parts_gather_s(model, layout, count, hardware) for count in (run, 0.0))
     collective += model.attention_layers * (gathered + (steps - 1) * waiting)
     dispatch_s = hardware.dispatch_overhead_s / (software.decode_tokens_per_dispatch or math.inf)
-    return Cost(
+    cost = Cost(
         compute_s=compute / stages,
         memory_s=(max(0.0, weights_s - compute) + cache) / stages,
         collective_s=collective,
         idle_s=(max(compute, weights_s) + cache) * (1 - 1 / stages),
         overhead_s=steps * (model.num_layers * hardware.layer_overhead_s + dispatch_s),
     )
+    if not workload.accepted:
+        return cost
+    plain = decode_cost(model, layout, how, replace(workload, accepted=0.0), software, hardware)
+    return min(plain, cost, key=lambda either: either.seconds)
+
+
+def _of_pass(workload: Workload, responses: float, hardware: Hardware) -> tuple[int, float]:
+    """Return how many tokens a pass runs for each of a replica's responses, and how many each response gains."""
+    most = MOST_TOKENS["cpu"] if hardware.shared_compute else MOST_TOKENS_ELSEWHERE
+    if not workload.accepted or responses * WIDTHS[0] > most:
+        return 1, 1.0
+    return WIDTHS[0], sum(workload.accepted**place for place in range(WIDTHS[0]))
 
 
 def _capacity_read(workload: Workload) -> float:

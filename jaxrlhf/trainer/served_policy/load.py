@@ -49,7 +49,8 @@ def load_policy(policy: str, sizes: EngineSizes, *, step: int | None = None, vis
     """
     saved = find_policy(policy, step)
     described = saved.description
-    config, tokenizer = read_config(described, vision=vision), load_tokenizer(str(resolve(described)))
+    drafts = sizes.speculation is not None and not vision and saved.mtp
+    config, tokenizer = read_config(described, vision=vision, mtp=drafts), load_tokenizer(str(resolve(described)))
     tower = config.vision
     images = None if tower is None else reader_of(tower, tokenizer, Pretrained(described, vision=True))
     mesh = mesh_of({"data": _replicas(sizes.tensor), "tensor": sizes.tensor}, jax.devices())

@@ -7,6 +7,7 @@ from typing import Any
 from jaxrlhf.models.config import Experts, Indexer, LatentAttention, ModelConfig
 from jaxrlhf.models.huggingface.families.family import (
     DECODER,
+    MTP_AFTER_LAYERS,
     ROUTER_BIAS,
     SHARED_EXPERTS,
     Family,
@@ -137,7 +138,7 @@ def _read_v3(given: Fields) -> dict[str, Any]:
     return {"experts": experts, **read_latent(given, interleaved=interleaved, dense_layers=3)}
 
 
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3", latent_tensors, _read_v3, predicts_several=True)
+DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3", latent_tensors, _read_v3, mtp=MTP_AFTER_LAYERS)
 """DeepSeek-V3: experts by sigmoid scores and a bias, within the groups with the best pairs of experts."""
 
 
@@ -157,5 +158,5 @@ def _read_v32(given: Fields) -> dict[str, Any]:
     return read | {"latent": replace(read["latent"], indexer=index)}
 
 
-DEEPSEEK_V32 = Family("deepseek_v32", "DeepseekV32", latent_tensors, _read_v32, predicts_several=True)
+DEEPSEEK_V32 = Family("deepseek_v32", "DeepseekV32", latent_tensors, _read_v32, mtp=MTP_AFTER_LAYERS)
 """DeepSeek-V3.2: V3 with sparse attention. Its indexer is loaded and saved, but attention sees all tokens."""

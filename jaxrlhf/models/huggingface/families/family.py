@@ -240,6 +240,57 @@ def of_both_kinds(
     return found
 
 
+class MtpNames(NamedTuple):
+    """Names of the tensors of the layer that predicts the second next token, and of the field that counts such layers.
+
+    Attributes:
+      layer: Prefix of the tensors that every layer has.
+      join: Product of the normalized embedding of the next token, and of the normalized hidden state.
+    """
+
+    layer: str
+    embed_norm: str
+    hidden_norm: str
+    join: str
+    norm: str
+    config_field: str
+
+    def tensors(self, config: ModelConfig, table: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Return the table of the layer's parameters, from the table of the other layers."""
+        last = config.num_layers  # the layer's index, if its tensors follow those of the other layers
+        own = {
+            f"mtp.{name}": StoredTensor(getattr(self, name).format(layer=last), "D", "D")
+            for name in ("embed_norm", "hidden_norm", "norm")
+        }
+        own["mtp.join"] = StoredTensor(self.join.format(layer=last), "ED", "D E")
+        prefix = self.layer.format(layer=last)
+        return own | {
+            f"mtp.layer.{path.removeprefix('layers.')}": each._replace(name=each.name.replace(LAYER, prefix), layers=())
+            for path, each in table.items()
+            if path.startswith("layers.")
+        }
+
+
+MTP_AFTER_LAYERS = MtpNames(
+    LAYER,
+    embed_norm=LAYER + "enorm.weight",
+    hidden_norm=LAYER + "hnorm.weight",
+    join=LAYER + "eh_proj.weight",
+    norm=LAYER + "shared_head.norm.weight",
+    config_field="num_nextn_predict_layers",
+)
+"""Names of DeepSeek-V3 and GLM-4.5. Their files also have copies of the embedding and the head, which are not read."""
+
+MTP_APART = MtpNames(
+    "mtp.layers.0.",
+    embed_norm="mtp.pre_fc_norm_embedding.weight",
+    hidden_norm="mtp.pre_fc_norm_hidden.weight",
+    join="mtp.fc.weight",
+    norm="mtp.norm.weight",
+    config_field="mtp_num_hidden_layers",
+)
+"""Names of Qwen3-Next and Qwen3.5."""
+
 LM_HEAD = StoredTensor("lm_head.weight", "VD", "V D")
 SCALAR_HEAD = StoredTensor("score.weight", "D", "1 D")
 
@@ -257,8 +308,8 @@ class Family:
       write: Function that returns the config.json fields specific to this family; None if config.json is always a
         copy of the source's.
       unread: Function from a model to a pattern of names of tensors that files may have but nothing uses, or None.
-      predicts_several: True if files may have layers after the last layer, or tensors named `mtp`, which predict
-        several tokens at once. These are neither read nor exported.
+      mtp: Names of the layer that predicts the second next token, which files may have; it is read and exported only
+        with `ModelConfig.mtp`. None if no file has such a layer.
       score_architecture: First part of the architecture's name with a score head; None is `architecture`.
     """
 
@@ -268,7 +319,7 @@ class Family:
     read: Callable[[Fields], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]] | None = None
     score_architecture: str | None = None
-    predicts_several: bool = False
+    mtp: MtpNames | None = None
     unread: Callable[[ModelConfig], re.Pattern[str] | None] = lambda config: None
 
     @property
@@ -287,17 +338,19 @@ class Family:
         return self.classifier.replace("Sequence", "Token")
 
     def leaves_out(self, name: str, config: ModelConfig) -> bool:
-        """Return whether a tensor belongs to a layer that predicts several tokens, or is unused."""
+        """Return whether a tensor is unused, or belongs to a layer that predicts the second next token."""
         unread = self.unread(config)
         if unread is not None and unread.match(name):
             return True
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         behind = layer is not None and int(layer[1]) >= config.num_layers
-        return self.predicts_several and (behind or name.startswith("mtp."))
+        return self.mtp is not None and (behind or name.startswith("mtp."))
 
     def stored(self, config: ModelConfig, head: Head) -> dict[str, StoredTensor]:
         """Return the table of all parameters of a model, by parameter path."""
         tensors = dict(self.tensors(config))
+        if config.mtp and head == "lm" and self.mtp is not None:
+            tensors |= self.mtp.tensors(config, tensors)
         if head != "lm":
             tensors["head"] = SCALAR_HEAD
         elif not config.tie_embeddings:

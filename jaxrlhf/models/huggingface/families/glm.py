@@ -6,6 +6,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.families.deepseek import read_grouped_experts
 from jaxrlhf.models.huggingface.families.family import (
     DECODER,
+    MTP_AFTER_LAYERS,
     QK_NORM,
     QKV_BIAS,
     ROUTER_BIAS,
@@ -58,5 +59,5 @@ def _glm4_moe_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     return after_dense_layers(config, sparse | attention, DECODER | attention)
 
 
-GLM4_MOE = Family("glm4_moe", "Glm4Moe", _glm4_moe_tensors, _read_glm4_moe, predicts_several=True)
+GLM4_MOE = Family("glm4_moe", "Glm4Moe", _glm4_moe_tensors, _read_glm4_moe, mtp=MTP_AFTER_LAYERS)
 """GLM-4-MoE: experts as in DeepSeek-V3, after a few dense layers."""

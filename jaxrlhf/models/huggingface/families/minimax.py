@@ -1,7 +1,9 @@
 """MiniMax-M2: experts by sigmoid scores in every layer, norms over all heads together."""
 
+import re
 from typing import Any
 
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.families.family import NORMS_ACROSS_HEADS, Family, in_layers
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.llama import MIXTRAL_TENSORS, read_local_experts
@@ -35,5 +37,14 @@ _TENSORS = (
     | in_layers(mlp__router_bias=("block_sparse_moe.e_score_correction_bias", "E", "E"))
 )
 
-MINIMAX_M2 = Family("minimax_m2", "MiniMaxM2", lambda config: _TENSORS, _read, predicts_several=True)
+_MTP_MODULES = 3
+
+
+def _of_mtp(config: ModelConfig) -> re.Pattern[str]:
+    """Return the pattern of tensors of modules that predict further tokens."""
+    behind = "|".join(str(config.num_layers + place) for place in range(_MTP_MODULES))
+    return re.compile(rf"(mtp|model\.layers\.({behind}))\.")
+
+
+MINIMAX_M2 = Family("minimax_m2", "MiniMaxM2", lambda config: _TENSORS, _read, unread=_of_mtp)
 """MiniMax-M2: Mixtral's tensors, routed by sigmoid scores and a bias; a part of each head is rotated."""

@@ -6,6 +6,7 @@ from jaxrlhf.models.config import Experts, LinearAttention, ModelConfig
 from jaxrlhf.models.huggingface.families.family import (
     DECODER,
     LAYER,
+    MTP_APART,
     QK_NORM,
     Family,
     StoredTensor,
@@ -130,7 +131,7 @@ def _projections(config: ModelConfig) -> dict[str, StoredTensor]:
     }
 
 
-QWEN3_NEXT = Family("qwen3_next", "Qwen3Next", _next_tensors, _read_experts, predicts_several=True)
+QWEN3_NEXT = Family("qwen3_next", "Qwen3Next", _next_tensors, _read_experts, mtp=MTP_APART)
 """Qwen3-Next: experts in every layer."""
 
 QWEN3_5 = Family(
@@ -139,7 +140,7 @@ QWEN3_5 = Family(
     lambda config: _by_kind(config, DECODER, _projections(config)),
     _read,
     score_architecture="Qwen3_5Text",
-    predicts_several=True,
+    mtp=MTP_APART,
 )
 """Qwen3.5 (dense, text): the layers of Qwen3-Next with a gated MLP."""
 
@@ -148,6 +149,6 @@ QWEN3_5_MOE = Family(
     "Qwen3_5Moe",
     lambda config: _by_kind(config, _MIXTURE, _projections(config)),
     _read_experts,
-    predicts_several=True,
+    mtp=MTP_APART,
 )
 """Qwen3.5-MoE (text): the layers of Qwen3-Next, with separate tensors for the projections."""
