@@ -16,7 +16,10 @@ CRC-32 takes three times as long; both find every flipped bit.
 _OWNER = ""
 """Entry of `FILE` with the id of what the folder belongs to; no file has this name."""
 
-_THREADS, _BLOCK = 4, 2**18
+PART_BYTES = 2**26
+"""Most bytes of a file that one thread reads; a large file is read by several."""
+
+_THREADS, _BLOCK, _MODULUS = 8, 2**18, 65521
 
 
 def write_checksums(folder: Path, *, owner: str = "") -> None:
@@ -80,15 +83,35 @@ def _files(folder: Path) -> list[str]:
 
 
 def _checksums(folder: Path, names: list[str]) -> dict[str, tuple[int, int]]:
-    """Return size and Adler-32 of each file; several files are read at once."""
+    """Return size and Adler-32 of each file; several parts of files are read at once."""
+    sizes = [(folder / name).stat().st_size for name in names]
+    parts = [
+        (name, start) for name, size in zip(names, sizes, strict=True) for start in range(0, size or 1, PART_BYTES)
+    ]
+    found = dict.fromkeys(names, (0, 1))
     with ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="checksums") as pool:
-        return dict(zip(names, pool.map(lambda name: _checksum(folder / name), names), strict=True))
+        checksums = pool.map(lambda part: _checksum(folder / part[0], part[1]), parts)
+        for (name, _), (size, checksum) in zip(parts, checksums, strict=True):
+            found[name] = found[name][0] + size, _joined(found[name][1], checksum, size)
+    return found
 
 
-def _checksum(path: Path) -> tuple[int, int]:
+def _checksum(path: Path, start: int) -> tuple[int, int]:
+    """Return size and Adler-32 of the part of a file that begins at `start`."""
     size, checksum = 0, 1
-    block = memoryview(bytearray(_BLOCK))  # reused for the file, so that reading allocates nothing
+    block = memoryview(bytearray(_BLOCK))  # reused for the part, so that reading allocates nothing
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
+        file.seek(start)
+        while count := file.readinto(block[: PART_BYTES - size]):
             size, checksum = size + count, zlib.adler32(block[:count], checksum)
     return size, checksum
+
+
+def _joined(first: int, second: int, second_bytes: int) -> int:
+    """Return the Adler-32 of two texts, one after the other, from those of each.
+
+    The low half of an Adler-32 is 1 plus the sum of the bytes, the high half the sum of the low halves after each byte.
+    """
+    low = (first & 0xFFFF) + (second & 0xFFFF) - 1
+    high = (first >> 16) + (second >> 16) + second_bytes * ((first & 0xFFFF) - 1)
+    return high % _MODULUS << 16 | low % _MODULUS
