@@ -65,7 +65,11 @@ def test_what_waits_is_read_back_without_its_constructors(tmp_path, monkeypatch)
     assert [one.dtype for one in found["arrays"]] == [one.dtype for one in value["arrays"]]
 
 
-@pytest.mark.parametrize("held", [Undeclared(), len, os.system, Undeclared, algorithm], ids=lambda held: getattr(held, "__name__", "an instance"))
+@pytest.mark.parametrize(
+    "held",
+    [Undeclared(), len, os.system, Undeclared, algorithm],
+    ids=lambda held: getattr(held, "__name__", "an instance"),
+)
 def test_what_could_not_be_read_again_is_not_saved(tmp_path, held):
     item = QueueItem(lambda: [held], print, algorithm=algorithm())
     with pytest.raises(Refusal, match=r"cannot hold a .*\.(Undeclared|len|system|algorithm);"):
