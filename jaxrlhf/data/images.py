@@ -7,6 +7,7 @@ so that no pixels are sent with prompts. Images of episodes are stored in the pr
 import base64
 import binascii
 import hashlib
+import io
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -234,6 +235,18 @@ def portable(source: Hashable) -> str:
 def data_url(content: bytes) -> str:
     """Return an encoded image as a data URL; it always says PNG, since readers detect the format by the content."""
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+@lru_cache(maxsize=256)
+def png_url(image: Image) -> str:
+    """Return an image of a prompt as a data URL of its pixels, converted as `opened` does.
+
+    Raises:
+      Refusal: The image is missing or damaged.
+    """
+    written = io.BytesIO()
+    opened(image.source, place=name_of(image.source)).save(written, "PNG", compress_level=1)
+    return data_url(written.getvalue())
 
 
 def name_of(source: Hashable) -> str:

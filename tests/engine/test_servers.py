@@ -15,6 +15,7 @@ from jaxrlhf.engine import Request
 from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.servers.server_engine import ServerEngine
 from jaxrlhf.engine.servers.server_service import ServerService
+from jaxrlhf.engine.servers.weight_files import WeightFiles
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.rewards import endpoint
 from jaxrlhf.rewards.endpoint import Rejected, Unreachable, Unreadable
@@ -144,8 +145,8 @@ def engine_of(tmp_path):
         def reply(body, number):
             if body is None:
                 return 200, {"weight_version": has} if has else named
-            if "new_version" in body:
-                named["weight_version"] = body["new_version"]
+            if name := body.get("new_version", body.get("weight_version")):
+                named["weight_version"] = name
             if "new_version" in body or "method" in body or "model_path" in body or not body:
                 return loads or (200, {"success": True})
             return answer(body, number)
@@ -154,10 +155,9 @@ def engine_of(tmp_path):
         threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
         engine = ServerEngine(
             RolloutServer((servers[-1].url,), api=api, **settings),
-            tmp_path / "weights",
-            lambda weights, folder: folder.mkdir(parents=True),
+            SHAPE,
+            WeightFiles(tmp_path / "weights", "whole", lambda weights, folder: folder.mkdir(parents=True), np.float32),
             logps,
-            vocab_size=10,
             max_response_tokens=4,
             stop_tokens=(2,),
             stop_texts=("</a>",),
