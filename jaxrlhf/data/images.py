@@ -103,6 +103,18 @@ class ImageReader:
         self._keep(image.digest, found)
         return found
 
+    def png_url(self, image: Image) -> str:
+        """Return an image as a data URL, in the size that its patches have.
+
+        Another program with the same image processor does not resize it, so its pixels are those of `patches`.
+        """
+        picture, (_, rows, columns) = opened(image.source, place=f"{image.source:.60}"), image.grid
+        if picture.size != (size := (columns * self.patch_size, rows * self.patch_size)):
+            picture = picture.resize(size, self.processor.resample)
+        written = io.BytesIO()
+        picture.save(written, "PNG", compress_level=1)
+        return data_url(written.getvalue())
+
     def _keep(self, digest: str, patches: np.ndarray) -> None:
         """Cache patches as the most recently used ones."""
         with self._lock:  # an engine and a trainer may read images concurrently
@@ -235,18 +247,6 @@ def portable(source: Hashable) -> str:
 def data_url(content: bytes) -> str:
     """Return an encoded image as a data URL; it always says PNG, since readers detect the format by the content."""
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
-
-
-@lru_cache(maxsize=256)
-def png_url(image: Image) -> str:
-    """Return an image of a prompt as a data URL of its pixels, converted as `opened` does.
-
-    Raises:
-      Refusal: The image is missing or damaged.
-    """
-    written = io.BytesIO()
-    opened(image.source, place=name_of(image.source)).save(written, "PNG", compress_level=1)
-    return data_url(written.getvalue())
 
 
 def name_of(source: Hashable) -> str:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +221,7 @@ class Builder:
             max_response_tokens=rollout.max_response_tokens,
             stop_tokens=stop_tokens(config, on.tokenizer),
             stop_texts=stop_texts(config, on.tokenizer),
+            image_url=None if on.reader is None else lru_cache(maxsize=256)(on.reader.png_url),
             records_routing=rollout.replay_routing,
         )
 

@@ -132,8 +132,9 @@ class Vllm:
 
     def reload(self, folder: Path) -> list[tuple[str, dict[str, Any]]]:
         load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        named = {"new_version": str(folder)}
-        return [("/collective_rpc", load), ("/reset_prefix_cache", {}), ("/update_weight_version", named)]
+        # The reload empties the workers' cache of image features, but its scheduler still counts on them.
+        caches: list[tuple[str, dict[str, Any]]] = [("/reset_prefix_cache", {}), ("/reset_encoder_cache", {})]
+        return [("/collective_rpc", load), *caches, ("/update_weight_version", {"new_version": str(folder)})]
 
     def check_reloaded(self, reply: Any) -> None:
         if reply and reply.get("success") is False:  # requests of other clients hold the cache

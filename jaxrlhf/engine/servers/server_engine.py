@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrlhf.batch import ROUTING
+from jaxrlhf.batch import ROUTING, Image
 from jaxrlhf.config import RolloutServer, Sampling
-from jaxrlhf.data.images import png_url
 from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.sequence import Completion, Request
 from jaxrlhf.engine.servers.protocols import PROTOCOLS, ServerProtocol, ServerRequest, ServerResponse
@@ -44,6 +43,7 @@ class ServerEngine:
       files: Folders from which the servers read weights. Older ones are deleted once all servers have a newer one.
       logps: Function that returns the log-probabilities that weights give to the tokens of a sequence after its first;
         None compares no log-probabilities.
+      image_url: Function that returns an image as a data URL; None if the model reads only text.
       records_routing: True records the experts of each token, as `Engine` does.
     """
 
@@ -54,6 +54,7 @@ class ServerEngine:
     max_response_tokens: int
     stop_tokens: Sequence[int]
     stop_texts: Sequence[str]
+    image_url: Callable[[Image], str] | None = None
     records_routing: bool = False
     _waiting: PolicyWeights | None = None
     _version: int = -1
@@ -185,9 +186,10 @@ class ServerEngine:
         return self._complete(self.server.urls[request.request_id % len(self.server.urls)], request, sampling, seed)
 
     def _complete(self, url: str, request: Request, sampling: Sampling, seed: int) -> Completion:
+        assert self.image_url is not None or not request.images, "a model that reads only text has no images"
         asked = ServerRequest(
             _with_one_placeholder_each(request),
-            [png_url(image) for image in request.images],
+            [self.image_url(image) for image in request.images] if self.image_url is not None else [],
             sampling,
             min(request.max_tokens or self.max_response_tokens, self.max_response_tokens),
             self.stop_tokens if request.stop_tokens is None else request.stop_tokens,
