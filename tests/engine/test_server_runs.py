@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import rollout_servers
 import seeing
-import seeing_environments
 import tiny_episodes
 import torch
 from tiny_runs import get_config, records, training, write_policy
 
 import jaxrlhf
 from jaxrlhf import models
-from jaxrlhf.config import GRPO, Environment, Lora, Pretrained, PromptFile, Rewards, RolloutServer, Sampling
+from jaxrlhf.config import GRPO, Environment, Lora, Pretrained, Rewards, RolloutServer, Sampling
 from jaxrlhf.engine import Request
 from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.servers.server_engine import ServerEngine
@@ -172,16 +171,9 @@ def test_servers_see_the_images_of_prompts_and_of_environments(api, tmp_path):
     """Their log-probabilities of what they sampled after an image are the trainer's."""
     policy = seeing.write_policy(tmp_path / "policy")
     server = rollout_servers.RolloutServer(policy)
-    rows = [{"prompt": f"<image>{number}?", "answer": "1", "images": [f"{number}.png"]} for number in range(16)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for number in range(16):
-        seeing_environments.picture(number).save(tmp_path / f"{number}.png")
-    files = {"train": str(tmp_path / "data.jsonl"), "evaluation": str(tmp_path / "data.jsonl")}
-    tiny = get_config()
-    rollout = replace(
-        tiny.rollout, prompts_per_step=4, max_response_tokens=64, server=RolloutServer((server.url,), api=api)
-    )
-    own = {}
+    config = seeing.run_config(policy, tmp_path)
+    rollout = replace(config.rollout, max_response_tokens=64, server=RolloutServer((server.url,), api=api))
+    config = replace(config, rollout=rollout)
     if api == "sglang":  # each turn answers with another picture
         shows = Environment(
             factory="seeing_environments:ShowsOne",
@@ -190,19 +182,7 @@ def test_servers_see_the_images_of_prompts_and_of_environments(api, tmp_path):
             cut_turns="close",
             observation_tokens=48,
         )
-        own = {"environment": shows, "rewards": Rewards(parts=())}
-    config = replace(
-        tiny,
-        model=Pretrained(str(policy), vision=True),
-        data=PromptFile(**files, image_key="images"),
-        cold_start=None,
-        algorithm=GRPO(responses_per_update=8),
-        rollout=rollout,
-        steps=2,
-        evaluation=replace(tiny.evaluation, every_steps=0, problems=2),
-        workdir=str(tmp_path / "run"),
-        **own,
-    )
+        config = replace(config, environment=shows, rewards=Rewards(parts=()))
     jaxrlhf.run(config)
     steps = [record for record in records(tmp_path / "run" / "metrics.jsonl") if "sampler/logp_gap_max" in record]
     assert [record["step"] for record in steps] == [1, 2]

@@ -75,7 +75,7 @@ def numbers(path: Path) -> list[dict]:
 def write_policy(
     directory: Path, positions: int = 1024, task: str = "ForCausalLM", kind: str = "qwen2", **sizes: int
 ) -> Path:
-    """A random model, Qwen2 or of another kind, with a tokenizer that has a chat template, as transformers saves them."""
+    """A random Qwen2, or another kind, with a tokenizer that has a chat template, as transformers saves them."""
     import pytest
 
     tiny_checkpoints = pytest.importorskip("tiny_checkpoints")  # torch may not be installed
