@@ -196,13 +196,10 @@ class Builder:
         """Build the engine that calls the run's servers; a server that does not answer is refused now."""
         config, rollout, on = self.config, self.config.rollout, self.on
         if not isinstance(model := on.model, ModelConfig):
-            raise Refusal(
-                "rollout.server requires a model with a Hugging Face format, but the model is user-defined; set "
-                "rollout.server=None"
-            )
+            required = "a model with a Hugging Face format, but the model is user-defined"
+            raise Refusal(f"rollout.server requires {required}; set rollout.server=None")
         check_routing(model, records_routing=rollout.replay_routing)
-        marks = on.reader.placeholders if on.reader is not None else None
-        if marks is not None and on.tokenizer.convert_tokens_to_ids(marks.mark) != marks.token:
+        if on.reader is not None and (marks := on.reader.placeholders).expanded(1) != marks.mark:
             raise Refusal(
                 f"rollout.server sends one placeholder token for each image, but {model.family} writes {marks.mark!r}, "
                 "which servers replace by text; set rollout.server=None, or read no images"

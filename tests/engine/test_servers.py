@@ -11,13 +11,24 @@ from tiny_runs import get_config
 
 import jaxrlhf
 from jaxrlhf.batch import Image
-from jaxrlhf.config import GRPO, Agent, Refusal, RolloutServer, Sampling, TruncatedImportance, checked
+from jaxrlhf.config import (
+    GRPO,
+    Agent,
+    Refusal,
+    RolloutServer,
+    Sampling,
+    Shapes,
+    Tower,
+    TruncatedImportance,
+    checked,
+)
 from jaxrlhf.engine import Request
 from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.servers.server_engine import ServerEngine
 from jaxrlhf.engine.servers.server_service import ServerService
 from jaxrlhf.engine.servers.weight_files import WeightFiles
 from jaxrlhf.models.config import Experts, ModelConfig
+from jaxrlhf.models.vision import reader
 from jaxrlhf.rewards import endpoint
 from jaxrlhf.rewards.endpoint import Rejected, Unreachable, Unreadable
 from tests.rewards.test_http import Server
@@ -355,3 +366,19 @@ def test_settings_that_servers_cannot_serve_are_refused(refused, tmp_path):
     assert not config.algorithm.trusts_sampler(config.rollout)
     with pytest.raises(Refusal, match=r"http://127.0.0.1:9/health does not answer: .*start the server first"):
         jaxrlhf.run(config, dry_run=True)
+
+
+def test_models_that_servers_cannot_serve_are_refused(refused, monkeypatch, tmp_path):
+    tiny = get_config()
+    rollout = replace(tiny.rollout, server=RolloutServer(("http://127.0.0.1:9",)))
+    config = replace(tiny, algorithm=GRPO(responses_per_update=16), rollout=rollout, workdir=str(tmp_path))
+    with refused():
+        jaxrlhf.run(replace(config, rollout=replace(rollout, replay_routing=True)), dry_run=True)
+    tower = Tower(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)
+    sees = replace(config, model=replace(tiny.model, vision=tower), data=Shapes(train_problems=16, eval_problems=8))
+    own = reader.placeholders_of
+    monkeypatch.setattr(  # as Gemma 3's
+        reader, "placeholders_of", lambda *of: replace(own(*of), expanded=lambda count: "\n" + "<|image_pad|>" * count)
+    )
+    with refused():
+        jaxrlhf.run(sees, dry_run=True)

@@ -83,8 +83,8 @@ class ServerEngine:
         if (weights := self._waiting) is None:
             return
         start, last = monotonic(), self.files.newest
-        changes = self.server.weights == "changed" and bool(last)
-        on_last = changes and all(self._weights_of(url) == last for url in self.server.urls)
+        comparable = self.files.which == "changed" and bool(last)
+        on_last = comparable and all(self._weights_of(url) == last for url in self.server.urls)
         if (folder := self.files.write(weights, on_last=on_last)) is not None:
             with ThreadPoolExecutor(len(self.server.urls)) as pool:
                 list(pool.map(partial(self._reload, folder=folder), self.server.urls))
@@ -267,7 +267,8 @@ class ServerEngine:
 
 def _with_one_placeholder_each(request: Request) -> tuple[int, ...]:
     """Return the tokens of a prompt with one placeholder for each image; servers repeat it for the image's features."""
-    tokens, end = [], 0
+    tokens: list[int] = []
+    end = 0
     for image in request.images:
         tokens += request.prompt_tokens[end : image.start + 1]
         end = image.start + image.tokens

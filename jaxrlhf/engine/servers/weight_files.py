@@ -35,7 +35,7 @@ class WeightFiles:
 
     Attributes:
       folder: Folder for the folders `version_*`.
-      which: Tensors in a folder: all (`whole`), or those that `changed` if all servers have the last version.
+      which: Tensors in a folder: all (`whole`), or only what `changed` where all servers have the last version.
       save: Function that writes weights to a folder as a checkpoint.
       dtype: Dtype of the tensors in that checkpoint.
       newest: Name of the newest weights, which is the path of their folder; empty before the first `write`.
