@@ -61,7 +61,8 @@ class RolloutServer(Settings):
         one server.
       api: Type of server. vLLM (0.27 or later, on GPU, CPU or TPU) has to be started with `VLLM_SERVER_DEV_MODE=1`, to
         load weights on request, and with `--logprobs-mode processed_logprobs`, to apply the temperature to
-        log-probabilities.
+        log-probabilities. Images need `--enable-scale-out` of vLLM 0.32; `Rollout.replay_routing` needs
+        `--enable-return-routed-experts` of either type.
       folder: Folder on a file system shared by the run and the servers. The checkpoint of the newest weights is written
         to `<name of the run>/server_weights` in this folder. None is `server_weights` in the workdir of the run.
       weights: Tensors that servers load before a step: a `whole` checkpoint, or only the layers with tensors that
