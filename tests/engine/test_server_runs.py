@@ -126,7 +126,7 @@ def test_only_layers_that_changed_are_sent(api, tmp_path):
     save = partial(PolicyWeights.save, dtype=dtype, tokenizer=None, source=str(policy))
     urls = tuple(server.url for server in servers)
     engine = ServerEngine(
-        RolloutServer(urls, api=api, weights="changed", largest_gap=1e-4),
+        RolloutServer(urls, api=api, weights="changed", largest_gap=1e-4, request_s=20.0),
         config,
         WeightFiles(tmp_path / "weights", "changed", save, dtype),
         partial(PolicyWeights.logps, dtype=dtype),
@@ -173,8 +173,8 @@ def test_servers_see_the_images_of_prompts_and_of_environments(api, tmp_path):
     policy = seeing.write_policy(tmp_path / "policy")
     server = rollout_servers.RolloutServer(policy)
     config = seeing.run_config(policy, tmp_path)
-    rollout = replace(config.rollout, max_response_tokens=64, server=RolloutServer((server.url,), api=api))
-    config = replace(config, rollout=rollout)
+    settings = RolloutServer((server.url,), api=api, request_s=60.0)
+    config = replace(config, rollout=replace(config.rollout, max_response_tokens=64, server=settings))
     if api == "sglang":  # each turn answers with another picture
         shows = Environment(
             factory="seeing_environments:ShowsOne",

@@ -33,6 +33,8 @@ class RolloutServer(ThreadingHTTPServer):
       version: Name that it was told the weights have.
       asked: Bodies of the requests for responses.
       routes: True if it was started with `--enable-return-routed-experts`.
+      counts_on: True while vLLM's scheduler counts on features of images that a reload dropped; a request with images
+        would end it.
     """
 
     daemon_threads = True
@@ -51,7 +53,7 @@ class RolloutServer(ThreadingHTTPServer):
         self.sees = hasattr(self.config, "vision_config")
         if self.sees:
             self.processor = transformers.AutoImageProcessor.from_pretrained(self.checkpoint, backend="pil")
-        self.tensors, self.version = tensors_of(self.checkpoint), "default"
+        self.tensors, self.version, self.counts_on = tensors_of(self.checkpoint), "default", False
         self._build()
 
     def load(self, folder, *, fuses) -> None:
@@ -59,6 +61,7 @@ class RolloutServer(ThreadingHTTPServer):
         given = tensors_of(folder)
         assert given and given.keys() <= self.tensors.keys()
         if fuses:
+            self.counts_on = True
             parts = {module_of(name) for name in given}
             for name in self.tensors.keys() - given.keys():
                 if module_of(name) in parts:
@@ -146,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _vllm_tokens(self, body) -> bytes:
         parts = body["content_parts"]
-        assert {part["type"] for part in parts} == {"image_url"}
+        assert {part["type"] for part in parts} == {"image_url"} and not self.server.counts_on
         urls = [part["url"] for part in parts]
         prompt, tokens, logps, reason, choice_TLk = self._drawn(body["token_ids"], body["sampling_params"], urls)
         content = [{"token_id": token, "logprob": logp} for token, logp in zip(tokens, logps, strict=True)]
@@ -191,6 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "/reset_prefix_cache":
                 return b'{"success": true}'
             case "/reset_encoder_cache":
+                self.server.counts_on = False
                 return b""
             case "/update_weight_version":
                 self.server.version = body["new_version"]
