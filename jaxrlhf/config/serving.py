@@ -61,9 +61,12 @@ class RolloutServer(Settings):
         one server.
       api: Type of server. vLLM (0.27 or later, on GPU, CPU or TPU) has to be started with `VLLM_SERVER_DEV_MODE=1`, to
         load weights on request, and with `--logprobs-mode processed_logprobs`, to apply the temperature to
-        log-probabilities.
+        log-probabilities. Images need `--enable-scale-out` of vLLM 0.32; `Rollout.replay_routing` needs
+        `--enable-return-routed-experts` of either type.
       folder: Folder on a file system shared by the run and the servers. The checkpoint of the newest weights is written
         to `<name of the run>/server_weights` in this folder. None is `server_weights` in the workdir of the run.
+      weights: Tensors that servers load before a step: a `whole` checkpoint, or only the layers with tensors that
+        `changed` since the last step. A server that was restarted gets a whole checkpoint again.
       concurrency: Largest number of requests in progress.
       request_s: Time limit in seconds for a response, retries included. Time-outs, 429 and 5xx are retried.
       reload_s: Time limit in seconds for loading new weights.
@@ -75,6 +78,7 @@ class RolloutServer(Settings):
     urls: Annotated[tuple[str, ...], each(_ADDRESS)]
     api: Literal["vllm", "sglang"] = "vllm"
     folder: str | None = None
+    weights: Literal["whole", "changed"] = "whole"
     concurrency: Positive[int] = 256
     request_s: Finite[Positive[float]] = 600.0
     reload_s: Finite[Positive[float]] = 600.0

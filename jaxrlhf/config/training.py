@@ -375,9 +375,9 @@ class Rollout(Settings):
             f"Sampling.min_tokens={self.sampling.min_tokens} is above max_response_tokens={self.max_response_tokens}",
         )
         require(
-            self.server is None or not (self.quantize or self.replay_routing),
-            "rollout.server does not support quantize and replay_routing: another engine has its own quantization and "
-            "records no experts; set quantize=None and replay_routing=False",
+            self.server is None or not self.quantize,
+            f"rollout.server does not support quantize={self.quantize!r}: another engine has its own quantization; set "
+            "quantize=None",
         )
 
     @property

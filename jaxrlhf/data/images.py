@@ -7,6 +7,7 @@ so that no pixels are sent with prompts. Images of episodes are stored in the pr
 import base64
 import binascii
 import hashlib
+import io
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -102,6 +103,18 @@ class ImageReader:
                 )
         self._keep(image.digest, found)
         return found
+
+    def png_url(self, image: Image) -> str:
+        """Return an image as a data URL, in the size that its patches have.
+
+        Another program with the same image processor does not resize it, so its pixels are those of `patches`.
+        """
+        picture, (_, rows, columns) = opened(image.source, place=f"{image.source:.60}"), image.grid
+        if picture.size != (size := (columns * self.patch_size, rows * self.patch_size)):
+            picture = picture.resize(size, self.processor.resample)
+        written = io.BytesIO()
+        picture.save(written, "PNG", compress_level=1)
+        return data_url(written.getvalue())
 
     def _keep(self, digest: str, patches: np.ndarray) -> None:
         """Cache patches as the most recently used ones."""

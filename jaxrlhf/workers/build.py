@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from jaxrlhf.config.environments import choices
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.data.tokenizer import TokenBytes, decoder
 from jaxrlhf.engine import Engine
+from jaxrlhf.engine.checks import check_routing
 from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
 from jaxrlhf.engine.servers.server_engine import ServerEngine
+from jaxrlhf.engine.servers.weight_files import WeightFiles
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.models.attention.kernel_choice import choose_execution
 from jaxrlhf.models.causal_lm import AnyModel
@@ -192,27 +194,32 @@ class Builder:
 
     def _server_engine(self, server: RolloutServer) -> ServerEngine:
         """Build the engine that calls the run's servers; a server that does not answer is refused now."""
-        config, rollout, model = self.config, self.config.rollout, self.on.model
-        if not isinstance(model, ModelConfig) or self.on.reader is not None:
-            has = "reads images" if self.on.reader is not None else "is user-defined"
+        config, rollout, on = self.config, self.config.rollout, self.on
+        if not isinstance(model := on.model, ModelConfig):
+            required = "a model with a Hugging Face format, but the model is user-defined"
+            raise Refusal(f"rollout.server requires {required}; set rollout.server=None")
+        check_routing(model, records_routing=rollout.replay_routing)
+        if on.reader is not None and (marks := on.reader.placeholders).expanded(1) != marks.mark:
             raise Refusal(
-                f"rollout.server requires a text model with a Hugging Face format, but the model {has}; set "
-                "rollout.server=None"
+                f"rollout.server sends one placeholder token for each image, but {model.family} writes {marks.mark!r}, "
+                "which servers replace by text; set rollout.server=None, or read no images"
             )
         for url in server.urls if self.has_devices else ():
             check_health(url)
         source = config.model.path if isinstance(config.model, Pretrained) else None
         # A folder for this run alone, since older weights in it are deleted.
         place = config.folder if server.folder is None else Path(server.folder).expanduser() / config.name
+        save = partial(PolicyWeights.save, dtype=on.dtype, tokenizer=on.tokenizer, source=source)
         return ServerEngine(
             server,
-            folder=place / "server_weights",
-            save=partial(PolicyWeights.save, dtype=self.on.dtype, tokenizer=self.on.tokenizer, source=source),
-            logps=partial(PolicyWeights.logps, dtype=self.on.dtype),
-            vocab_size=model.vocab_size,
+            model,
+            WeightFiles(place / "server_weights", server.weights, save, on.dtype),
+            logps=partial(PolicyWeights.logps, dtype=on.dtype),
             max_response_tokens=rollout.max_response_tokens,
-            stop_tokens=stop_tokens(config, self.on.tokenizer),
-            stop_texts=stop_texts(config, self.on.tokenizer),
+            stop_tokens=stop_tokens(config, on.tokenizer),
+            stop_texts=stop_texts(config, on.tokenizer),
+            image_url=None if on.reader is None else lru_cache(maxsize=256)(on.reader.png_url),
+            records_routing=rollout.replay_routing,
         )
 
     def _reward_mesh(self, part: ModelReward) -> Mesh:

@@ -15,6 +15,7 @@ from jaxrlhf.batching.partial_rollouts import OpenGroups, Round, append
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Completion, Engine, Request
 from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
+from jaxrlhf.engine.servers.server_engine import ServerEngine
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.lora.lora import adapted
 from jaxrlhf.sharding.submesh import hand_over
@@ -62,7 +63,9 @@ class Sampler:
     new_engine: Callable[[AnyModel, int], Engine] | None = None
 
     def take_metrics(self) -> dict[str, float]:
-        """Return what drafts were worth since the last call; empty if none was verified."""
+        """Return the worth of drafts or the cost of servers' reloads since the last call; empty if there were none."""
+        if isinstance(self.engine, ServerEngine):
+            return self.engine.take_metrics()
         if not isinstance(self.engine, Engine):
             return {}
         counts = self.engine.speculation.take_counts()

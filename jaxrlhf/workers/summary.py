@@ -146,8 +146,9 @@ def _switch_rows(hybrid: HybridEngine, builder: Builder) -> list[SummaryRow]:
 def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list[SummaryRow]:
     model, engine, mesh, layout = builder.on.model, sampler.engine, sampler.mesh, builder.config.actor.layout
     if isinstance(engine, ServerEngine):
-        servers = ", ".join(engine.server.urls)
-        return [("generation", "servers", servers, f"{engine.server.api}; servers read weights from {engine.folder}")]
+        read = "whole checkpoints" if engine.server.weights == "whole" else "layers with changed tensors"
+        note = f"{engine.server.api}; servers read {read} from {engine.files.folder}"
+        return [("generation", "servers", ", ".join(engine.server.urls), note)]
     if not isinstance(engine, Engine):
         return [("generation", "engine", type(engine).__name__, "user-defined")]
     weights = shard_bytes(builder.policy.generation_shapes(), builder.policy.generation_layout(mesh))

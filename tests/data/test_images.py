@@ -67,6 +67,19 @@ def test_an_image_has_the_same_pixels_from_every_place(seeing, tmp_path):
         assert picture.size == (42, 28)
 
 
+@pytest.mark.parametrize("size", [(42, 28), (50, 33), (9, 70), (300, 200)])
+def test_a_data_url_has_the_pixels_of_the_patches(seeing, size):
+    """So that another program with the same image processor, whatever it resizes with, sees the same."""
+    _, reader, _ = seeing
+    image = reader.refer("data:image/png;base64," + base64.b64encode(png(*size)).decode(), place="here")
+    url = reader.png_url(image)
+    again = reader.refer(url, place="here")
+    picture = PIL.Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+    assert picture.size == (image.grid[2] * reader.patch_size, image.grid[1] * reader.patch_size)
+    assert again.grid == image.grid
+    np.testing.assert_array_equal(reader.patches(again), reader.patches(image))
+
+
 def test_the_most_recently_used_patches_are_cached(seeing, tmp_path, monkeypatch):
     for number in range(3):
         (tmp_path / f"{number}.png").write_bytes(png(seed=number))

@@ -1,21 +1,34 @@
 """Rollouts from servers of other engines: runs with made-up ones of both kinds, and servers that fail or lie."""
 
+import base64
 import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import rollout_servers
-import tiny_episodes
-from tiny_runs import get_config, records, training, write_policy
+from tiny_runs import get_config
 
 import jaxrlhf
-from jaxrlhf.config import GRPO, Agent, Lora, Pretrained, Refusal, RolloutServer, Sampling, TruncatedImportance, checked
+from jaxrlhf.batch import Image
+from jaxrlhf.config import (
+    GRPO,
+    Agent,
+    Refusal,
+    RolloutServer,
+    Sampling,
+    Shapes,
+    Tower,
+    TruncatedImportance,
+    checked,
+)
 from jaxrlhf.engine import Request
 from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.servers.server_engine import ServerEngine
 from jaxrlhf.engine.servers.server_service import ServerService
-from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.engine.servers.weight_files import WeightFiles
+from jaxrlhf.models.config import Experts, ModelConfig
+from jaxrlhf.models.vision import reader
 from jaxrlhf.rewards import endpoint
 from jaxrlhf.rewards.endpoint import Rejected, Unreachable, Unreadable
 from tests.rewards.test_http import Server
@@ -39,91 +52,6 @@ def here(monkeypatch):
     monkeypatch.setattr(endpoint, "FIRST_PAUSE_S", 0.02)
 
 
-@pytest.mark.usefixtures("programs", "undrawn")
-@pytest.mark.parametrize(
-    ("api", "lora"),
-    [
-        pytest.param("vllm", None, marks=pytest.mark.seeds, id="vllm"),
-        pytest.param("sglang", Lora(rank=2), marks=pytest.mark.slow, id="sglang, adapters"),
-    ],
-)
-def test_a_run_generates_with_servers(api, lora, tmp_path):
-    policy = write_policy(tmp_path / "policy")
-    servers = [rollout_servers.RolloutServer(policy) for _ in range(2)]
-    config = get_config()
-    config = replace(
-        config,
-        model=Pretrained(str(policy)),
-        tokenizer=str(policy),
-        cold_start=None,
-        algorithm=GRPO(responses_per_update=16),
-        rollout=replace(
-            config.rollout,
-            max_response_tokens=6,
-            sampling=Sampling(temperature=0.7),
-            server=RolloutServer(tuple(server.url for server in servers), api=api, folder=str(tmp_path / "shared")),
-        ),
-        actor=replace(training(), lora=lora),
-        steps=2,
-        evaluation=replace(config.evaluation, every_steps=0, problems=2),
-        workdir=str(tmp_path / "run"),
-    )
-    jaxrlhf.run(config)
-    # Before each step, and to evaluate what came out; the folder keeps the newest.
-    folder = tmp_path / "shared" / "tiny" / "server_weights"
-    for server in servers:
-        assert [*dict.fromkeys(server.loaded)] == [f"version_{step}" for step in range(3)]
-        assert server.version == str(folder / "version_2")
-        assert len(server.asked) >= 16
-    assert [checkpoint.name for checkpoint in folder.iterdir()] == ["version_2"]
-    steps = [record for record in records(tmp_path / "run" / "metrics.jsonl") if "sampler/logp_gap_max" in record]
-    assert [record["step"] for record in steps] == [1, 2]
-    # The servers' log-probabilities are those of the weights that were trained, at the temperature.
-    assert all(record["sampler/logp_gap_max"] < 1e-4 for record in steps)
-    assert steps[0]["actor/grad_norm"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("programs", "undrawn")
-@pytest.mark.parametrize("api", ["vllm", "sglang"])
-def test_episodes_get_their_replies_from_servers(api, tmp_path):
-    """Each turn continues the tokens before it, and its log-probabilities are those of the trained weights."""
-    policy = write_policy(tmp_path / "policy")
-    servers = [rollout_servers.RolloutServer(policy) for _ in range(2)]
-    config = replace(
-        tiny_episodes.get_config(),
-        model=Pretrained(str(policy)),
-        tokenizer=str(policy),
-        algorithm=GRPO(responses_per_update=16),
-        steps=2,
-        workdir=str(tmp_path / "run"),
-    )
-    server = RolloutServer(tuple(server.url for server in servers), api=api)
-    config = replace(
-        config,
-        rollout=replace(
-            config.rollout, prompts_per_step=4, max_prompt_tokens=32, max_response_tokens=64, server=server
-        ),
-        algorithm=GRPO(responses_per_update=8),
-        evaluation=replace(config.evaluation, every_steps=0, problems=2),
-    )
-    jaxrlhf.run(config)
-    steps = [record for record in records(tmp_path / "run" / "metrics.jsonl") if "sampler/logp_gap_max" in record]
-    assert [record["step"] for record in steps] == [1, 2]
-    assert all(record["sampler/logp_gap_max"] < 1e-4 for record in steps)
-    assert all(record["episode/turns_mean"] == 3 for record in steps) and steps[0]["actor/grad_norm"] > 0
-    for server in servers:
-        assert [*dict.fromkeys(server.loaded)] == [f"version_{step}" for step in range(3)]
-    key = "prompt" if api == "vllm" else "input_ids"
-    prompts = [{tuple(body[key]) for body in server.asked} for server in servers]
-    # A later turn goes to the server that has the turns before it.
-    continued = [
-        [later for later in asked if any(len(first) > 8 and later[: len(first)] == first != later for first in asked)]
-        for asked in prompts
-    ]
-    assert all(continued)
-
-
 def completion(tokens=(5, 6, 2), logps=(-0.5, -0.25, -1.0), reason="stop"):
     return {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": logps}, "finish_reason": reason}]}
 
@@ -138,14 +66,14 @@ def engine_of(tmp_path):
     """Engine whose server answers requests for responses as is told, and loads version 3 at once."""
     servers = []
 
-    def make(answer, *, api="vllm", loads=None, has=None, logps=None, **settings):
+    def make(answer, *, api="vllm", loads=None, has=None, logps=None, model=SHAPE, records_routing=False, **settings):
         named = {"weight_version": "default"}
 
         def reply(body, number):
             if body is None:
                 return 200, {"weight_version": has} if has else named
-            if "new_version" in body:
-                named["weight_version"] = body["new_version"]
+            if name := body.get("new_version", body.get("weight_version")):
+                named["weight_version"] = name
             if "new_version" in body or "method" in body or "model_path" in body or not body:
                 return loads or (200, {"success": True})
             return answer(body, number)
@@ -154,13 +82,14 @@ def engine_of(tmp_path):
         threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
         engine = ServerEngine(
             RolloutServer((servers[-1].url,), api=api, **settings),
-            tmp_path / "weights",
-            lambda weights, folder: folder.mkdir(parents=True),
+            model,
+            WeightFiles(tmp_path / "weights", "whole", lambda weights, folder: folder.mkdir(parents=True), np.float32),
             logps,
-            vocab_size=10,
             max_response_tokens=4,
             stop_tokens=(2,),
             stop_texts=("</a>",),
+            image_url=lambda image: f"url of {image.digest}",
+            records_routing=records_routing,
         )
         engine.update_weights(PolicyWeights(SHAPE, {}, version=3))
         return engine
@@ -329,6 +258,75 @@ def test_new_weights_are_compared_before_the_first_response(engine_of, tmp_path,
         ask(engine_of(answer, api=api, logps=own(float("nan"))))
 
 
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_images_are_sent_with_a_placeholder_each(engine_of, tmp_path, api):
+    asked, prompt = [], (1, 9, 9, 9, 3, 9, 4)  # and a placeholder that the policy sampled itself
+    request = Request(0, prompt, images=(Image("", "first", (1, 2, 2), 1, 3), Image("", "second", (1, 2, 2), 5, 1)))
+
+    def answer(reported):
+        def of(body, number):
+            asked.append(body)
+            if api == "sglang":
+                reply = generated(tmp_path / "weights" / "version_3")
+                return 200, reply | ({} if reported is None else {"prompt_token_ids": reported})
+            sampled = {"content": [{"token_id": 5, "logprob": -0.5}]}
+            choice = {"token_ids": [5], "logprobs": sampled, "finish_reason": "stop"}
+            return 200, {"choices": [choice], "prompt_token_ids": reported}
+
+        return of
+
+    [found] = engine_of(answer([*prompt]), api=api).generate([request], Sampling(top_k=3), seed=7)
+    assert found.tokens == (5,) and found.logps == (-0.5,)
+    [body] = asked
+    assert body["token_ids" if api == "vllm" else "input_ids"] == [1, 9, 3, 9, 4]
+    urls = [part["url"] for part in body["content_parts"]] if api == "vllm" else body["image_data"]
+    assert body.get("return_token_ids", body.get("return_prompt_token_ids")) is True
+    assert body["sampling_params"]["top_k"] == 3
+    assert urls == ["url of first", "url of second"]
+    with pytest.raises(Unreadable, match=r"reports a prompt of 6 tokens, expected the 7 tokens .* 2 images; start it"):
+        engine_of(answer([*prompt[:-1]]), api=api).generate([request], Sampling(), seed=7)
+    with pytest.raises(Unreadable, match="reports no prompt"):
+        engine_of(answer(None), api=api).generate([request], Sampling(), seed=7)
+
+
+ROUTED = replace(SHAPE, num_layers=3, dense_layers=1, experts=Experts(4, 2, 8))
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_experts_are_recorded_as_servers_report_them(engine_of, tmp_path, api):
+    """Of every token but the last, in the layers that have experts."""
+    choice_TLk = np.array([[[0, 0], [1, 2], [3, 0]], [[0, 0], [2, 1], [0, 1]]])
+
+    def answer(choice_TLk):
+        def of(body, number):
+            if api == "sglang":
+                assert body["return_routed_experts"] is True
+                reply = generated(tmp_path / "weights" / "version_3")
+                if choice_TLk is not None:
+                    content = choice_TLk.astype(np.int32).tobytes()
+                    reply["meta_info"]["routed_experts"] = base64.b64encode(content).decode()
+                return 200, reply
+            reply = completion((5,), (-0.5,))
+            reply["choices"][0]["routed_experts"] = rollout_servers.written(choice_TLk)
+            return 200, reply
+
+        return of
+
+    how = {"api": api, "model": ROUTED, "records_routing": True}
+    [found] = ask(engine_of(answer(choice_TLk), **how), count=1)
+    start, recorded = found.recorded["routing"]
+    assert start == 0 and recorded.dtype == np.int16
+    np.testing.assert_array_equal(recorded, choice_TLk[:, 1:])
+    for wrong, said in (
+        (None, "got no experts, .* start the server with --enable-return-routed-experts"),
+        (choice_TLk[:1], "got 6 experts, expected those of 2 tokens in 3 layers with 2 choices"),
+        (choice_TLk + 2, "expected 2 different ids below 4"),
+        (np.zeros_like(choice_TLk), "expected 2 different ids below 4"),
+    ):
+        with pytest.raises(Unreadable, match=said):
+            ask(engine_of(answer(wrong), **how), count=1)
+
+
 def test_a_server_that_fails_is_named_in_bounded_time(engine_of):
     engine = engine_of(lambda body, number: (500, {}), request_s=0.3)
     with pytest.raises(Unreachable, match=engine.server.urls[0]):
@@ -368,3 +366,19 @@ def test_settings_that_servers_cannot_serve_are_refused(refused, tmp_path):
     assert not config.algorithm.trusts_sampler(config.rollout)
     with pytest.raises(Refusal, match=r"http://127.0.0.1:9/health does not answer: .*start the server first"):
         jaxrlhf.run(config, dry_run=True)
+
+
+def test_models_that_servers_cannot_serve_are_refused(refused, monkeypatch, tmp_path):
+    tiny = get_config()
+    rollout = replace(tiny.rollout, server=RolloutServer(("http://127.0.0.1:9",)))
+    config = replace(tiny, algorithm=GRPO(responses_per_update=16), rollout=rollout, workdir=str(tmp_path))
+    with refused():
+        jaxrlhf.run(replace(config, rollout=replace(rollout, replay_routing=True)), dry_run=True)
+    tower = Tower(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)
+    sees = replace(config, model=replace(tiny.model, vision=tower), data=Shapes(train_problems=16, eval_problems=8))
+    own = reader.placeholders_of
+    monkeypatch.setattr(  # as Gemma 3's
+        reader, "placeholders_of", lambda *of: replace(own(*of), expanded=lambda count: "\n" + "<|image_pad|>" * count)
+    )
+    with refused():
+        jaxrlhf.run(sees, dry_run=True)

@@ -1,10 +1,16 @@
 """Tiny random checkpoints that see, written by transformers, and prompts with images for them."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
+import seeing_environments
+import tiny_runs
 import torch
 import transformers
 
 from jaxrlhf.batch import Image
+from jaxrlhf.config import GRPO, Pretrained, PromptFile
 
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
 
@@ -134,3 +140,51 @@ def expected_logits(model, vision, tokens, images, pixels):
         seen["image_grid_thw"] = torch.tensor([one.grid for one in images])
     with torch.no_grad():
         return model(input_ids=token_1T, **{kinds: (token_1T == IMAGE).int()}, **seen).logits[0].numpy()
+
+
+def write_policy(directory, tower=None, **text):
+    """A Qwen2.5-VL with the tokenizer of `embedded_tokenizer` and an image processor, as a checkpoint of the hub."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    from jaxrlhf.data.tokenizer import embedded_tokenizer
+
+    tokenizer = embedded_tokenizer(vision=True)
+    tokenizer.save_pretrained(directory)
+    marks = {"image_token_id": "<|image_pad|>", "vision_start_token_id": "<|vision_start|>"}
+    marks |= {"vision_end_token_id": "<|vision_end|>", "video_token_id": "<|video_pad|>"}
+    ids = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
+    _, sizes, own = KINDS["qwen2.5-vl"]
+    tower = own | (tower or {})
+    vocab = -(-len(tokenizer) // 64) * 64
+    text = sizes | {"vocab_size": vocab, "eos_token_id": tokenizer.eos_token_id} | text
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    model.save_pretrained(directory)
+    sides = {"min_pixels": 8 * 8, "max_pixels": 32 * 32}
+    Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, **sides).save_pretrained(directory)
+    return directory
+
+
+def run_config(policy, folder):
+    """Two steps of GRPO on prompts with a picture each."""
+    rows = [{"prompt": f"<image>{number}?", "answer": "1", "images": [f"{number}.png"]} for number in range(16)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for number in range(16):
+        seeing_environments.picture(number).save(folder / f"{number}.png")
+    tiny, files = tiny_runs.get_config(), dict.fromkeys(("train", "evaluation"), str(folder / "data.jsonl"))
+    return replace(
+        tiny,
+        model=Pretrained(str(policy), vision=True),
+        data=PromptFile(**files, image_key="images"),
+        cold_start=None,
+        algorithm=GRPO(responses_per_update=8),
+        rollout=replace(tiny.rollout, prompts_per_step=4),
+        steps=2,
+        evaluation=replace(tiny.evaluation, every_steps=0, problems=2),
+        workdir=str(folder / "run"),
+    )

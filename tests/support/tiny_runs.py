@@ -72,8 +72,10 @@ def numbers(path: Path) -> list[dict]:
     return [{name: value for name, value in record.items() if not name.startswith(machine)} for record in records(path)]
 
 
-def write_policy(directory: Path, positions: int = 1024, task: str = "ForCausalLM", **sizes: int) -> Path:
-    """A random Qwen2 with a tokenizer that has a chat template, as transformers saves them."""
+def write_policy(
+    directory: Path, positions: int = 1024, task: str = "ForCausalLM", kind: str = "qwen2", **sizes: int
+) -> Path:
+    """A random Qwen2, or another kind, with a tokenizer that has a chat template, as transformers saves them."""
     import pytest
 
     tiny_checkpoints = pytest.importorskip("tiny_checkpoints")  # torch may not be installed
@@ -84,5 +86,5 @@ def write_policy(directory: Path, positions: int = 1024, task: str = "ForCausalL
     tokenizer.save_pretrained(directory)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     rounded = -(-len(tokenizer) // 64) * 64  # splits over devices
-    model = tiny_checkpoints.build("qwen2", task, vocab_size=rounded, max_position_embeddings=positions, **ids, **sizes)
+    model = tiny_checkpoints.build(kind, task, vocab_size=rounded, max_position_embeddings=positions, **ids, **sizes)
     return tiny_checkpoints.write(directory, model)

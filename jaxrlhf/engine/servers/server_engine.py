@@ -1,24 +1,27 @@
 """Rollout engine that calls inference servers with token ids, and gets token ids and log-probabilities back.
 
-Weights are sent as checkpoint files. The seed of a response is made from the step's seed and its request_id, so a
-server whose sampling depends on the seed alone repeats its responses. No server promises that to the last bit.
+Weights are sent as files (`weight_files.py`). The seed of a response is made from the step's seed and its request_id,
+so a server whose sampling depends on the seed alone repeats its responses. No server promises that to the last bit.
 """
 
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
 
+from jaxrlhf.batch import ROUTING, Image
 from jaxrlhf.config import RolloutServer, Sampling
 from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.sequence import Completion, Request
-from jaxrlhf.engine.servers.protocols import PROTOCOLS, ResponseEnds, ServerResponse
+from jaxrlhf.engine.servers.protocols import PROTOCOLS, ServerProtocol, ServerRequest, ServerResponse
+from jaxrlhf.engine.servers.weight_files import WeightFiles, num_bytes
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.rewards.endpoint import Unreadable, get_json, post_json
 
 PROBE_TOKENS = 8, 16
@@ -36,66 +39,76 @@ class ServerEngine:
     and the run ends.
 
     Attributes:
-      folder: Folder for this engine's checkpoints, which the servers read. Older checkpoints (`version_*`) are deleted
-        once all servers have loaded a newer one.
-      save: Function that writes weights to a folder as a checkpoint.
+      model: Model that the servers have; replies with ids beyond its vocabulary or its experts are refused.
+      files: Folders from which the servers read weights. Older ones are deleted once all servers have a newer one.
       logps: Function that returns the log-probabilities that weights give to the tokens of a sequence after its first;
         None compares no log-probabilities.
-      vocab_size: Size of the vocabulary; replies with larger ids are refused.
+      image_url: Function that returns an image as a data URL; None if the model reads only text.
+      records_routing: True records the experts of each token, as `Engine` does.
     """
 
     server: RolloutServer
-    folder: Path
-    save: Callable[[PolicyWeights, Path], None]
+    model: ModelConfig
+    files: WeightFiles
     logps: Callable[[PolicyWeights, Sequence[int]], np.ndarray] | None
-    vocab_size: int
     max_response_tokens: int
     stop_tokens: Sequence[int]
     stop_texts: Sequence[str]
+    image_url: Callable[[Image], str] | None = None
+    records_routing: bool = False
     _waiting: PolicyWeights | None = None
     _version: int = -1
-    _loaded: str = ""
+    _metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def protocol(self) -> ServerProtocol:
+        """Protocol of the servers."""
+        return PROTOCOLS[self.server.api]
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the cost of the last reload since the last call; empty if nothing was loaded."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     def update_weights(self, weights: PolicyWeights) -> None:
         """Set the weights for the next requests; they are sent with the next `generate`."""
         self._waiting = weights
 
     def send_weights(self) -> None:
-        """Write a checkpoint of the newest weights and have every server load it, unless the servers have them.
+        """Write the newest weights and have every server load them, unless the servers have them.
 
         Raises:
-          EndpointError: A server did not load it, or computes other log-probabilities.
+          EndpointError: A server did not load them, or computes other log-probabilities.
         """
         if (weights := self._waiting) is None:
             return
-        folder = (self.folder / f"version_{weights.version}").absolute()
-        shutil.rmtree(folder, ignore_errors=True)  # left over from a killed run
-        self.save(weights, folder)
-        with ThreadPoolExecutor(len(self.server.urls)) as pool:
-            list(pool.map(partial(self._reload, folder=folder), self.server.urls))
-        for older in self.folder.glob("version_*"):
-            if older.name != folder.name:
-                shutil.rmtree(older)
-        self._version, self._loaded = weights.version, str(folder)
+        start, last = monotonic(), self.files.newest
+        comparable = self.files.which == "changed" and bool(last)
+        on_last = comparable and all(self._weights_of(url) == last for url in self.server.urls)
+        if (folder := self.files.write(weights, on_last=on_last)) is not None:
+            with ThreadPoolExecutor(len(self.server.urls)) as pool:
+                list(pool.map(partial(self._reload, folder=folder), self.server.urls))
+            self.files.drop_older()
+            self._metrics = {"server/read_bytes": float(num_bytes(folder)), "server/reload_s": monotonic() - start}
+        self._version = weights.version
         if self.logps is not None:
             for url in self.server.urls:
                 self._compare(url, partial(self.logps, weights))
         self._waiting = None
 
     def _reload(self, url: str, *, folder: Path) -> None:
-        protocol = PROTOCOLS[self.server.api]
-        for path, body in protocol.reload(folder):
+        for path, body in self.protocol.reload(folder):
             # vLLM answers 500 if it cannot read the folder, and exits then.
             reply = self._post(url + path, body, limit_s=self.server.reload_s, final=(500,))
             try:
-                protocol.check_reloaded(reply)
+                self.protocol.check_reloaded(reply)
             except (AttributeError, LookupError, TypeError, ValueError) as error:
                 raise Unreadable(f"{url}{path} did not load {folder}: {error}") from error
 
     def _compare(self, url: str, logps: Callable[[Sequence[int]], np.ndarray]) -> None:
         """Raise `Unreadable` if a server's log-probabilities of tokens that it samples are far from the trainer's."""
         prompt, sampled = PROBE_TOKENS
-        tokens = tuple(int(token) for token in np.linspace(1, self.vocab_size - 1, prompt))
+        tokens = tuple(int(token) for token in np.linspace(1, self.model.vocab_size - 1, prompt))
         probe = Request(0, tokens, min(sampled, self.max_response_tokens), stop_tokens=(), stop_texts=())
         answer = self._complete(url, probe, Sampling(ignore_eos=True), seed=0)
         own_T = logps((*tokens, *answer.tokens))[prompt - 1 :]
@@ -110,12 +123,18 @@ class ServerEngine:
 
     def check_weights(self) -> None:
         """Raise `Unreadable` if a server has other weights than the sent ones, for example after a restart."""
-        if (path := PROTOCOLS[self.server.api].weights_path) is None:
-            return
         for url in self.server.urls:
-            reply = get_json(url + path, api_key_env=self.server.api_key_env, total_s=self.server.request_s)
-            if not isinstance(reply, dict) or reply.get("weight_version") != self._loaded:
-                raise Unreadable(f"{url}{path} returned {reply}, expected weights {self._loaded!r}; {_OTHER_WEIGHTS}")
+            if (found := self._weights_of(url)) != self.files.newest:
+                raise Unreadable(
+                    f"{url}{self.protocol.weights_path} returned weights {found!r}, expected {self.files.newest!r}; "
+                    f"{_OTHER_WEIGHTS}"
+                )
+
+    def _weights_of(self, url: str) -> Any:
+        """Return the name of the weights that a server has; None if it reports no name."""
+        path, how = self.protocol.weights_path, {"api_key_env": self.server.api_key_env}
+        reply = get_json(url + path, total_s=self.server.request_s, **how)
+        return reply.get("weight_version") if isinstance(reply, dict) else None
 
     def unload(self) -> None:
         """Drop weights that were not sent to the servers."""
@@ -167,46 +186,93 @@ class ServerEngine:
         return self._complete(self.server.urls[request.request_id % len(self.server.urls)], request, sampling, seed)
 
     def _complete(self, url: str, request: Request, sampling: Sampling, seed: int) -> Completion:
-        ends = ResponseEnds(
+        assert self.image_url is not None or not request.images, "a model that reads only text has no images"
+        asked = ServerRequest(
+            _with_one_placeholder_each(request),
+            [self.image_url(image) for image in request.images] if self.image_url is not None else [],
+            sampling,
             min(request.max_tokens or self.max_response_tokens, self.max_response_tokens),
             self.stop_tokens if request.stop_tokens is None else request.stop_tokens,
             self.stop_texts if request.stop_texts is None else request.stop_texts,
+            _seed(seed, request.request_id),
+            self.records_routing,
         )
-        protocol = PROTOCOLS[self.server.api]
-        path, body = protocol.generate(request.prompt_tokens, sampling, ends, seed=_seed(seed, request.request_id))
+        path, body = self.protocol.generate(asked)
         reply = self._post(url + path, body, limit_s=self.server.request_s)
         try:
-            answer = protocol.answer(reply)
-            self._check(answer, ends)
+            answer = self.protocol.answer(reply)
+            self._check(answer, asked.max_tokens)
+            self._check_prompt(answer, request)
+            recorded = {ROUTING: (0, self._experts(answer, request))} if self.records_routing else {}
         except (LookupError, TypeError, ValueError) as error:
             raise Unreadable(
                 f"{url}{path} returned no valid {self.server.api} response to request {request.request_id}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return Completion(request.request_id, answer.tokens, answer.logps, answer.truncated, self._version)
+        sampled = answer.tokens, answer.logps, answer.truncated, self._version
+        return Completion(request.request_id, *sampled, recorded=recorded)
 
-    def _check(self, answer: ServerResponse, ends: ResponseEnds) -> None:
+    def _check(self, answer: ServerResponse, most: int) -> None:
         """Raise `ValueError` if a response is impossible for the request, the vocabulary or the weights."""
         tokens, logps = answer.tokens, answer.logps
-        if len(tokens) != len(logps) or not 0 < len(tokens) <= ends.max_tokens:
+        if len(tokens) != len(logps) or not 0 < len(tokens) <= most:
             raise ValueError(
-                f"got {len(tokens)} tokens and {len(logps)} log-probabilities, expected 1 to {ends.max_tokens} of each"
+                f"got {len(tokens)} tokens and {len(logps)} log-probabilities, expected 1 to {most} of each"
             )
-        if wrong := [token for token in tokens if not 0 <= token < self.vocab_size]:
-            raise ValueError(f"got token ids {wrong[:3]}, expected ids below {self.vocab_size}")
+        if wrong := [token for token in tokens if not 0 <= token < self.model.vocab_size]:
+            raise ValueError(f"got token ids {wrong[:3]}, expected ids below {self.model.vocab_size}")
         if impossible := [logp for logp in logps if not (math.isfinite(logp) and logp <= 1e-3)]:
             raise ValueError(f"got log-probabilities {impossible[:3]}, expected finite numbers of at most 0")
-        if answer.truncated and len(tokens) < ends.max_tokens:
+        if answer.truncated and len(tokens) < most:
             raise ValueError(
-                f"truncated after {len(tokens)} of {ends.max_tokens} tokens; start the server with a context (vLLM: "
+                f"truncated after {len(tokens)} of {most} tokens; start the server with a context (vLLM: "
                 "--max-model-len, SGLang: --context-length) for the longest prompt plus response"
             )
-        if answer.weights not in (None, self._loaded):
-            raise ValueError(f"sampled with weights {answer.weights!r}, expected {self._loaded!r}; {_OTHER_WEIGHTS}")
+        if answer.weights not in (None, sent := self.files.newest):
+            raise ValueError(f"sampled with weights {answer.weights!r}, expected {sent!r}; {_OTHER_WEIGHTS}")
+
+    def _check_prompt(self, answer: ServerResponse, request: Request) -> None:
+        """Raise `ValueError` if a server saw other tokens than the trainer in a prompt with images."""
+        if not request.images or answer.prompt_tokens == request.prompt_tokens:
+            return
+        seen = "no prompt" if answer.prompt_tokens is None else f"a prompt of {len(answer.prompt_tokens)} tokens"
+        raise ValueError(
+            f"the server reports {seen}, expected the {len(request.prompt_tokens)} tokens that the trainer has for the "
+            f"text and its {len(request.images)} images; start it with the checkpoint of the run, whose image "
+            f"processor decides how many tokens an image has, and with {self.protocol.images_flag}"
+        )
+
+    def _experts(self, answer: ServerResponse, request: Request) -> np.ndarray:
+        """Return the experts of all tokens but the last, `[T - 1, L, k]`, without the layers that have none."""
+        assert self.model.experts is not None, "checked when the engine was built"
+        if answer.experts is None:
+            needed = self.protocol.routing_flag
+            raise ValueError(f"got no experts, which rollout.replay_routing needs; start the server with {needed}")
+        tokens, (routed, each) = len(request.prompt_tokens) + len(answer.tokens) - 1, self.model.routed_choices
+        if answer.experts.size != tokens * self.model.num_layers * each:
+            raise ValueError(
+                f"got {answer.experts.size} experts, expected those of {tokens} tokens in {self.model.num_layers} "
+                f"layers with {each} choices"
+            )
+        choice_TLk = answer.experts.reshape(tokens, self.model.num_layers, each)[:, -routed:].astype(np.int16)
+        ordered_TLk, count = np.sort(choice_TLk, axis=-1), self.model.experts.count
+        if ordered_TLk.min() < 0 or ordered_TLk.max() >= count or (np.diff(ordered_TLk) == 0).any():
+            raise ValueError(f"got experts that a token cannot have, expected {each} different ids below {count}")
+        return choice_TLk
 
     def _post(self, url: str, body: dict[str, Any], *, limit_s: float, final: Sequence[int] = ()) -> Any:
         key = self.server.api_key_env
         return post_json(url, body, api_key_env=key, attempt_s=limit_s, total_s=limit_s, final=final)
+
+
+def _with_one_placeholder_each(request: Request) -> tuple[int, ...]:
+    """Return the tokens of a prompt with one placeholder for each image; servers repeat it for the image's features."""
+    tokens: list[int] = []
+    end = 0
+    for image in request.images:
+        tokens += request.prompt_tokens[end : image.start + 1]
+        end = image.start + image.tokens
+    return (*tokens, *request.prompt_tokens[end:])
 
 
 def _seed(seed: int, request_id: int) -> int:

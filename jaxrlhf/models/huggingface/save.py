@@ -35,6 +35,9 @@ from jaxrlhf.models.parameters import Param, declare, path_name
 _KEPT = ("generation_config.json", "*processor*.json")
 """Files of a source that are copied unchanged even if another tokenizer is saved."""
 
+_FILE_BYTES = 5_000_000_000
+"""Default size limit of a file with tensors."""
+
 
 def save_params(
     params: Params,
@@ -67,7 +70,7 @@ def save_each(
     dtype: Any,
     tokenizer: Any = None,
     source: str | Path | None = None,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = _FILE_BYTES,
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Write a checkpoint from parameters that arrive one by one, each with its path.
@@ -130,6 +133,23 @@ def named_tensors(
         incomplete[name] = tensor, left - block.size
         if left == block.size:
             yield published_name(config, name), incomplete.pop(name)[0]
+
+
+def save_tensors(
+    tensors: Iterable[tuple[str, np.ndarray]], wanted: Mapping[str, jax.ShapeDtypeStruct], directory: Path
+) -> None:
+    """Write some of the tensors of a checkpoint to a new directory, in files like those of `save_each`.
+
+    Args:
+      tensors: Tensors by name, as from `named_tensors`.
+      wanted: Shape and dtype of each tensor to write.
+    """
+    directory.mkdir(parents=True)
+    writer = TensorWriter(directory, wanted, max_file_bytes=_FILE_BYTES)
+    for name, tensor in tensors:
+        if name in wanted:
+            writer.write(name, tensor, start=0, place=lambda whole: whole)
+    writer.close()
 
 
 class _TensorPart(NamedTuple):
