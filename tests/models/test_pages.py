@@ -152,14 +152,17 @@ def test_the_gpu_kernel_reads_a_shared_prompt_once_for_several_slots(heads, kv_h
 def test_an_entry_is_written_where_the_table_says_and_nowhere_without_a_page():
     query, pages, table, _ = drawn(heads=2, kv_heads=2, head_dim=3, width=4)
     before = LayerPages(jnp.array(pages), jnp.array(table))
-    # Entries 0 and 17 of slots that have their page, 16 of one that has not, 48 past the table, 31.
-    position = np.array([0, 17, 48, 16, 31], np.int32)
+    # Entries 0 and 1, 15 and 16 of two pages; past the table; 16 and 17 without their page; 31, and 32 past the table.
+    position = np.array([0, 15, 48, 16, 31], np.int32)[:, None] + np.arange(2, dtype=np.int32)
     table[3, 1] = NO_PAGE
     before = LayerPages(jnp.array(pages), jnp.array(table))
-    after = jax.jit(partial(LayerPages.write, execution=Execution(pages_kernel="xla")))(before, query, -query, position)
+    key = np.stack([query, 2 * query], axis=1)
+    after = jax.jit(partial(LayerPages.write, execution=Execution(pages_kernel="xla")))(before, key, -key, position)
     expected = pages.copy()
-    for slot, place in ((0, (table[0, 0], 0)), (1, (table[1, 1], 1)), (4, (table[4, 1], 15))):
-        expected[*place, 0::2, :3], expected[*place, 1::2, :3] = query[slot], -query[slot]
+    places = (0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 0, 15), (1, 1, 1, 0), (4, 0, 1, 15)  # slot, token, column, entry
+    for slot, token, column, entry in places:
+        place = table[slot, column], entry
+        expected[*place, 0::2, :3], expected[*place, 1::2, :3] = key[slot, token], -key[slot, token]
     np.testing.assert_array_equal(after.pages_ZSJU, expected)
 
 
@@ -196,7 +199,7 @@ def test_pages_and_heads_stay_where_they_are_on_a_mesh():
     position = np.array([17, 3, 0, 30], np.int32)
 
     def run(query, key, value, pages, table, position):
-        stored = LayerPages(pages, table).write(key, value, position, execution=execution)
+        stored = LayerPages(pages, table).write(key[:, None], value[:, None], position[:, None], execution=execution)
         return stored.attend(query[:, None], position, PLAIN, execution=execution)[:, 0], stored.pages_ZSJU
 
     spec = PartitionSpec("data", "tensor"), PartitionSpec("data", None, "tensor"), PartitionSpec("data")

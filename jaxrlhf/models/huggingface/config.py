@@ -162,7 +162,7 @@ def _read_decoder(family: Family, fields: Fields) -> ModelConfig:
         fields.only("hidden_act", *_ACTIVATIONS)
     shared = fields.linked(_LINKS)
     for theirs, ours, _, kind in _LINKS:
-        size = shared[ours]
+        size = (shared | family_fields)[ours]
         if kind is None and size is not None and (type(size) is not int or size < 1):
             raise fields.error(f"{theirs}={size!r}", "expected a positive whole number")
     shared |= {
