@@ -62,7 +62,7 @@ def test_three_drafts_of_a_trained_layer_are_accepted(monkeypatch):
         sizes = {"max_prompt_tokens": 8, "max_response_tokens": 32, "decode_tokens_per_dispatch": 4}
         engine = Engine(MODEL, mesh, slots=4, stop_tokens=(31,), slot_axes=SLOT_AXES, speculation=speculation, **sizes)
         engine.load(params, version=0)
-        monkeypatch.setattr(engine.speculation, "_best", lambda rows, active: (4, 2.0))
+        monkeypatch.setattr(engine.speculation, "_width", lambda rows, active: 4)
         monkeypatch.setattr(engine.speculation._index, "draft", lambda *_: Draft((), 0))
         found.append(engine.generate(asked, Sampling(temperature=0.7), seed=3))
     same_responses(*found)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import drafted
 import jax
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import jaxrlhf
 from jaxrlhf import models
 from jaxrlhf.config import GRPO, Checkpointing, Evaluation, Pretrained
 from jaxrlhf.data.tokenizer import embedded_tokenizer
-from jaxrlhf.engine.speculation import choice
+from jaxrlhf.engine.speculation.choice import Speculation
 from jaxrlhf.trainer.policy import export_policy
 from jaxrlhf.trainer.served_policy.flags import EngineSizes
 from jaxrlhf.trainer.served_policy.load import load_policy
@@ -51,7 +52,7 @@ def config_of(model, workdir):
 
 @pytest.mark.slow
 def test_the_layer_is_trained_resumed_and_exported(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "LEAST_GAIN", 0.0)
+    monkeypatch.setattr(Speculation, "_width", drafted.widest)
     whole, export = tmp_path / "whole", tmp_path / "export"
     jaxrlhf.run(config_of(model, whole))
     logged = numbers(whole / "metrics.jsonl")

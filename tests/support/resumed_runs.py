@@ -14,6 +14,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
+import drafted
 import further_roles
 import tensorboardX  # noqa: F401 - runs import it, and with it torch where that is there: seconds of each
 from jax._src import xla_bridge
@@ -37,7 +38,7 @@ from jaxrlhf.config import (
     Sampling,
     Training,
 )
-from jaxrlhf.engine.speculation import choice
+from jaxrlhf.engine.speculation.choice import Speculation
 from jaxrlhf.trainer import log
 from jaxrlhf.trainer.run import run
 
@@ -66,7 +67,7 @@ def split_rows(config: Config) -> Config:
 
 def with_drafts(config: Config) -> Config:
     """The same with responses long enough to repeat themselves, few at once, and every draft verified."""
-    choice.LEAST_GAIN = 0.0
+    Speculation._width = drafted.widest
     sizes = {"slots": 8, "max_response_tokens": 24, "decode_tokens_per_dispatch": 4}
     return replace(
         config,
