@@ -251,8 +251,12 @@ class Builder:
         workers: dict[str, Any] = {}
         if ROLLOUT in roles:
             assert self.sampler is not None
-            layout = self.policy.generation_layout(self.sampler.mesh)
-            workers[ROLLOUT] = RolloutWorker(self.sampler, layout, self.policy.generation_shapes(), self._exchange)
+            mesh, sent = self.sampler.mesh, self.policy.sent
+            received, quantize = (
+                (sent.generation_layout(mesh), sent.generation_shapes()),
+                self.policy.generation_quantizer,
+            )
+            workers[ROLLOUT] = RolloutWorker(self.sampler, *received, self._exchange, quantize(mesh))
         if "reward" in roles:
             place = RankCoordinates.alone(*self.rank)
             workers["reward"] = reward = Reward(self.scorer(), place, decoder(self.on.tokenizer), self.progress)

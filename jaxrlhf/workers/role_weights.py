@@ -1,7 +1,8 @@
 """Weights of a role: shapes, dtypes, shardings and initial values."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,16 @@ class RoleWeights:
         """Return the shardings of the generation weights, with the keys of `dims`."""
         return shardings(mesh, self.generation_dims(), GENERATE)
 
+    @property
+    def sent(self) -> "RoleWeights":
+        """Weights as another pool receives them for generation, before it quantizes them."""
+        return replace(self, quantize=None)
+
+    def generation_quantizer(self, mesh: Mesh) -> Callable[[Params], Params]:
+        """Return the `quantizer` of parameters in the generation layout."""
+        shapes, layout = self.generation_shapes(), self.generation_layout(mesh)
+        return quantizer(described(shapes["parameters"], layout["parameters"]))
+
     def switch(self, mesh: Mesh, generation: Mesh) -> HybridEngine:
         """Build the engine that switches a trained role's weights between the training and generation layouts.
 
@@ -147,6 +158,9 @@ class RoleWeights:
         shapes = param_shapes(self.model, self.head, jnp.float32)
         check_divisible(mesh, param_dims(self.model, self.head), shapes, GENERATE, role="generation")
         self._check_tiles(mesh, GENERATE, role="generation")
+        if self.quantize is not None:
+            own = self.generation_dims(), self.generation_shapes()
+            _check_scales(mesh, *own, GENERATE, role="generation", name="rollout.quantize")
 
     @property
     def _adapters(self) -> Lora:
@@ -245,7 +259,7 @@ def initial_params(model: Model, weights: RoleWeights, target: Params, *, seed: 
     wanted = {path_name(path): node for path, node in jax.tree.leaves_with_path(target, is_leaf=is_quantized)}
 
     def keep(name: str, array: jax.Array) -> Any:
-        return _quantized_leaf(array, wanted[name])
+        return _quantized_leaf(array, _leaf_quantizer(wanted[name]))
 
     return load_pretrained(model.path, config, head, layout_in(floats), dtype=dtypes, keep=keep)
 
@@ -285,15 +299,27 @@ def copied(params: Params, target: Params) -> Params:
 
 def quantized_as(params: Params, target: Params) -> Params:
     """Quantize the parameters that are quantized in `target`, one by one; each replaced parameter is deleted."""
-    return jax.tree.map(_quantized_leaf, params, target, is_leaf=is_quantized)
+    return quantizer(target)(params)
 
 
-def _quantized_leaf(leaf: Any, wanted: Any) -> Any:
-    """Quantize a leaf if `wanted` is quantized and delete the original: only one leaf exists twice at a time."""
-    if not isinstance(wanted, Quantized) or isinstance(leaf, Quantized):
+def quantizer(target: Params) -> Callable[[Params], Params]:
+    """Return `quantized_as` for a target, with programs that are compiled once for all calls."""
+    programs = jax.tree.map(_leaf_quantizer, target, is_leaf=is_quantized)
+    return lambda params: jax.tree.map(_quantized_leaf, params, programs, is_leaf=is_quantized)
+
+
+def _leaf_quantizer(wanted: Any) -> Callable[[jax.Array], Any]:
+    """Return the program that quantizes a leaf as wanted; of leaves that stay, a function that returns the leaf."""
+    if not isinstance(wanted, Quantized):
+        return lambda leaf: leaf
+    return jax.jit(partial(_converted, wanted=wanted), out_shardings=layout_in(wanted))
+
+
+def _quantized_leaf(leaf: Any, quantize: Callable[[jax.Array], Any]) -> Any:
+    """Quantize a leaf unless it is quantized, and delete the original: only one leaf exists twice at a time."""
+    if isinstance(leaf, Quantized) or (made := quantize(leaf)) is leaf:
         return leaf
-    convert = jax.jit(partial(_converted, wanted=wanted), out_shardings=layout_in(wanted))
-    made = jax.block_until_ready(convert(leaf))
+    jax.block_until_ready(made)
     leaf.delete()
     return made
 

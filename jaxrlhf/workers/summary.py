@@ -192,7 +192,8 @@ def _drafts_of(engine: Engine) -> str:
 
 def _sent_bytes(builder: Builder, mesh: Mesh) -> int:
     """Return the bytes per device of the weights sent every step: adapters if there are any, else the parameters."""
-    shapes, layout = builder.policy.generation_shapes(), builder.policy.generation_layout(mesh)
+    sent = builder.policy.sent
+    shapes, layout = sent.generation_shapes(), sent.generation_layout(mesh)
     part = "adapters" if "adapters" in shapes else "parameters"
     return shard_bytes(shapes[part], layout[part])
 

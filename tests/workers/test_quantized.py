@@ -78,11 +78,12 @@ def test_a_matrix_is_quantised_before_the_next_is_loaded(converted, tmp_path, mo
         convert(source, path)
     given, one = [], role_weights._quantized_leaf
 
-    def spy(leaf, wanted):
+    def spy(leaf, quantize):
         assert all(earlier.is_deleted() for earlier in given)
-        if is_quantized(wanted) and not is_quantized(leaf):
+        made = one(leaf, quantize)
+        if is_quantized(made) and made is not leaf:
             given.append(leaf)
-        return one(leaf, wanted)
+        return made
 
     monkeypatch.setattr(role_weights, "_quantized_leaf", spy)
     config = replace(quantized_config(), model=Pretrained(str(path)))

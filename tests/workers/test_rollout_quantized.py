@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from compiled import collectives
 from learning_run import learning
-from tiny_runs import get_config
+from tiny_runs import get_config, numbers
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, PPO, SFT, Config, FromScratch, Lora, Pool, Training, TruncatedImportance, checked
@@ -62,9 +62,6 @@ def test_what_nothing_corrects_or_rounds_is_refused(refused):
     with refused():
         checked(replace(plain, algorithm=SFT(), cold_start=None, rollout=rounded))
     with refused():
-        pools = (Pool("train", 4, ("actor", "critic", "reference", "reward")), Pool("own", 4, ("rollout",)))
-        checked(replace(plain, algorithm=corrected, rollout=rounded, pools=pools, devices=None))
-    with refused():
         checked(replace(plain, algorithm=corrected, rollout=rounded, actor=Training(lora=Lora(quantize="nf4"))))
     with refused():
         build(config("int8", tensor=8), "actor")  # of 128 columns a device would have half a scale
@@ -80,3 +77,22 @@ def test_a_policy_learns_from_rounded_samples(tmp_path):
     assert np.mean([record["score/mean"] for record in records[-3:]]) > 0.8
     gaps = [record["sampler/logp_gap_mean"] for record in records]
     assert min(gaps) > 1e-5 and max(gaps) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("programs", "undrawn")
+def test_a_pool_apart_samples_what_the_actors_own_devices_sample(tmp_path):
+    """It receives weights of the compute dtype, and rounds them as the switch does."""
+    exact = replace(learning(GRPO, correction=TruncatedImportance()), steps=2, devices=None)
+    rounded = replace(exact, rollout=replace(exact.rollout, quantize="int8"))
+    apart = Pool("train", 1, ("actor",)), Pool("own", 1, ("rollout", "reward"))
+    for name, pools in (("together", (Pool("all", 1, ("actor", "reward")),)), ("apart", apart)):
+        assert jaxrlhf.run(replace(rounded, pools=pools, workdir=str(tmp_path / name))).finished
+    together, apart = (numbers(tmp_path / name / "metrics.jsonl") for name in ("together", "apart"))
+    assert together[0]["sampler/logp_gap_mean"] > 1e-5
+    assert {"score/mean", "sampler/logp_gap_mean", "actor/grad_norm"} <= together[-1].keys() & apart[-1].keys()
+    for one, other in zip(together, apart, strict=True):
+        assert {name: one[name] for name in one.keys() & other.keys()} == {
+            name: other[name] for name in one.keys() & other.keys()
+        }
+    assert (tmp_path / "together/samples.jsonl").read_bytes() == (tmp_path / "apart/samples.jsonl").read_bytes()

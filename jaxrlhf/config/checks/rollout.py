@@ -43,11 +43,6 @@ def check_sampler(config: Config) -> None:
         f"none; set algorithm.correction=TruncatedImportance(), or rollout.{'quantize' if kind else 'server'}=None",
     )
     require(
-        kind is None or not config.generates_apart,
-        f"rollout.quantize={kind!r} rounds weights in the switch to the generation layout, but pools place "
-        "'rollout' apart from 'actor'; remove 'rollout' from pools, or set rollout.quantize=None",
-    )
-    require(
         kind is None or config.actor.lora is None or config.actor.lora.quantize is None,
         f"rollout.quantize={kind!r}, but actor.lora.quantize already rounds the same matrices; set one to None",
     )

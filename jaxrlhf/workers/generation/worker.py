@@ -1,11 +1,12 @@
 """Worker of the rollout role: generation on another pool than the actor's, with copies of the actor's weights."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 
+from jaxrlhf.batch import Params
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, RankCoordinates, worker_method
 from jaxrlhf.resharding.offload import to_device
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits, splits_of
@@ -20,13 +21,22 @@ class RolloutWorker(GenerationWorker):
     Newer weights may be fetched to host memory while the engine samples with the current weights.
 
     Args:
-      layout: Shardings of the weights over the sampler's whole mesh; like `shapes`, a dict of trees by part.
+      layout: Shardings of the received weights over the sampler's whole mesh; like `shapes`, a dict of trees by part.
+      quantize: Function that quantizes received parameters for the engine, and deletes what it replaces.
     """
 
-    def __init__(self, sampler: Sampler, layout: Any, shapes: Any, exchange: Exchange) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        layout: Any,
+        shapes: Any,
+        exchange: Exchange,
+        quantize: Callable[[Params], Params],
+    ) -> None:
         self.place = RankCoordinates.of(sampler.mesh)
         self._sampler, self._layout, self._shapes, self._exchange = sampler, layout, shapes, exchange
         self._trained = ["adapters" if "adapters" in layout else "parameters"]
+        self._quantize = quantize
         self._weights: dict[str, Any] = {}
         self._fetched: dict[int, tuple[int, Any]] = {}
         self._version = -1
@@ -92,9 +102,11 @@ class RolloutWorker(GenerationWorker):
             jax.tree.map(lambda leaf: leaf.delete(), self._weights.pop(part, {}))
 
     def _load(self, weights: dict[str, Any], version: int) -> int:
+        if "parameters" in weights:
+            weights |= {"parameters": self._quantize(weights["parameters"])}
         self._weights |= weights
         self._version = version
-        self._sampler.load(self._weights, version, donated=jax.tree.map(lambda _: True, self._layout))
+        self._sampler.load(self._weights, version, donated=jax.tree.map(lambda _: True, self._weights))
         return version
 
     @contextmanager
