@@ -251,12 +251,8 @@ class Builder:
         workers: dict[str, Any] = {}
         if ROLLOUT in roles:
             assert self.sampler is not None
-            mesh, sent = self.sampler.mesh, self.policy.sent
-            received, quantize = (
-                (sent.generation_layout(mesh), sent.generation_shapes()),
-                self.policy.generation_quantizer,
-            )
-            workers[ROLLOUT] = RolloutWorker(self.sampler, *received, self._exchange, quantize(mesh))
+            received, quantize = self.policy.apart(self.sampler.mesh)
+            workers[ROLLOUT] = RolloutWorker(self.sampler, *received, self._exchange, quantize)
         if "reward" in roles:
             place = RankCoordinates.alone(*self.rank)
             workers["reward"] = reward = Reward(self.scorer(), place, decoder(self.on.tokenizer), self.progress)

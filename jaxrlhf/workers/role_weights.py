@@ -132,10 +132,11 @@ class RoleWeights:
         """Weights as another pool receives them for generation, before it quantizes them."""
         return replace(self, quantize=None)
 
-    def generation_quantizer(self, mesh: Mesh) -> Callable[[Params], Params]:
-        """Return the `quantizer` of parameters in the generation layout."""
+    def apart(self, mesh: Mesh) -> tuple[tuple[Any, Any], Callable[[Params], Params]]:
+        """Return layout and shapes of what another pool receives for generation, and the `quantizer` of parameters."""
         shapes, layout = self.generation_shapes(), self.generation_layout(mesh)
-        return quantizer(described(shapes["parameters"], layout["parameters"]))
+        received = self.sent.generation_layout(mesh), self.sent.generation_shapes()
+        return received, quantizer(described(shapes["parameters"], layout["parameters"]))
 
     def switch(self, mesh: Mesh, generation: Mesh) -> HybridEngine:
         """Build the engine that switches a trained role's weights between the training and generation layouts.
