@@ -1,2 +1,1 @@
-"""Process settings: environment before JAX starts, compiled programs kept between runs, return of freed memory,
-checksums of files."""
+"""Process settings: environment before JAX starts, cache folders, freed memory, checksums of files."""

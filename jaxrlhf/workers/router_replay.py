@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from jaxrlhf.batch import ROUTING, Array
 from jaxrlhf.batching.packing import PackedBatch
-from jaxrlhf.config import Refusal, Training
-from jaxrlhf.models.causal_lm import AnyModel, CausalLM
+from jaxrlhf.config import Refusal
+from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.moe.experts import RouterInputs, RouterOutputs
 
 
@@ -25,21 +25,6 @@ def router_coefficient(config: AnyModel, wanted: float | None, *, role: str) -> 
             )
         return 0.0
     return config.experts.loss_coefficient if wanted is None else wanted
-
-
-def mtp_coefficient(config: AnyModel, training: Training, *, role: str) -> float:
-    """Return the coefficient of the loss of the layer that predicts the second next token; 0 if it is not trained.
-
-    Raises:
-      Refusal: A coefficient is configured, and the layer is absent, or frozen beside adapters.
-    """
-    trains = not isinstance(config, CausalLM) and config.mtp and training.lora is None
-    if not trains and training.mtp_loss is not None:
-        raise Refusal(
-            f"{role}.mtp_loss={training.mtp_loss} trains the layer that predicts the second next token, but this "
-            "model has none, or lora keeps it; set mtp_loss=None, or Pretrained(mtp=True) and lora=None"
-        )
-    return (0.1 if training.mtp_loss is None else training.mtp_loss) if trains else 0.0
 
 
 def router_inputs(rows: PackedBatch) -> RouterInputs:

@@ -18,8 +18,9 @@ from jaxrlhf.workers.build import Builder
 from jaxrlhf.workers.model import microbatch_shape
 from jaxrlhf.workers.remat import activation_bytes, optimizer_bytes
 from jaxrlhf.workers.role_weights import layout_in
-from jaxrlhf.workers.router_replay import mtp_coefficient, router_coefficient
+from jaxrlhf.workers.router_replay import router_coefficient
 from jaxrlhf.workers.sampler import Sampler
+from jaxrlhf.workers.trained_model import mtp_coefficient
 
 SummaryRow = tuple[str, str, str, str]
 """Section, name, value, and reason or unit of the value."""

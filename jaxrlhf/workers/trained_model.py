@@ -15,7 +15,8 @@ from jaxrlhf.batch import Array, Diverged, Params
 from jaxrlhf.batching.packing import PackedBatch, Packing
 from jaxrlhf.batching.ragged import Experience
 from jaxrlhf.checkpoint import TreeItem
-from jaxrlhf.config import Optimizer
+from jaxrlhf.config import Optimizer, Refusal, Training
+from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.lora.lora import adapted, declare_adapters
 from jaxrlhf.models.parameters import declare
 from jaxrlhf.optimizers.groups import ParameterGroups, layers_of
@@ -25,7 +26,7 @@ from jaxrlhf.sharding.described import described
 from jaxrlhf.workers.model import Metrics, ModelSetup, ModelWorker
 from jaxrlhf.workers.offloadable import Offloadable, OffloadableItem
 from jaxrlhf.workers.role_weights import layout_in
-from jaxrlhf.workers.router_replay import mtp_coefficient, router_coefficient, router_inputs, router_metrics
+from jaxrlhf.workers.router_replay import router_coefficient, router_inputs, router_metrics
 
 Objective = Callable[..., Any]
 """Function `(output, mask_RW, weight_RW, fields, settings) -> (loss_RW, metrics)`; see `jaxrlhf.algos.objectives`."""
@@ -310,3 +311,18 @@ def _means(totals: Sequence[Metrics]) -> Metrics:
     """Return the means per token over minibatches."""
     tokens = max(sum(total["tokens"] for total in totals), 1)
     return {name: sum(total[name] for total in totals) / tokens for name in totals[0] if name != "tokens"}
+
+
+def mtp_coefficient(config: AnyModel, training: Training, *, role: str) -> float:
+    """Return the coefficient of the loss of the layer that predicts the second next token; 0 if it is not trained.
+
+    Raises:
+      Refusal: A coefficient is configured, and the layer is absent, or frozen beside adapters.
+    """
+    trains = not isinstance(config, CausalLM) and config.mtp and training.lora is None
+    if not trains and training.mtp_loss is not None:
+        raise Refusal(
+            f"{role}.mtp_loss={training.mtp_loss} trains the layer that predicts the second next token, but this "
+            "model has none, or lora keeps it; set mtp_loss=None, or Pretrained(mtp=True) and lora=None"
+        )
+    return (0.1 if training.mtp_loss is None else training.mtp_loss) if trains else 0.0

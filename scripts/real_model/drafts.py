@@ -133,6 +133,7 @@ class Pair:
             "tokens": sum(self.tokens),
             "passes": counts.calls,
             "accepted": round(counts.accepted / max(counts.drafted, 1), 3),
+            "accepted_of_late_by_match": [round(rate, 2) for rate in self.engines[1].speculation.rates.tolist()],
             "tokens_per_pass": round(counts.tokens / max(counts.rows, 1), 2),
             "completions_that_differ": self.differ,
         }
@@ -167,7 +168,7 @@ def epochs(given: Given) -> dict[str, Any]:
     """Measure `EPOCHS` epochs over 2 prompts, 4 responses each of at most `LONGEST` tokens; each epoch is a part."""
     pair = _groups(given)
     pair.forget()
-    for epoch in range(EPOCHS):
+    for epoch in range(EPOCHS):  # the first without earlier responses
         pair.generate(list(pair.asked(0, 2, 4)), Sampling(), epoch)
     return pair.figures()
 

@@ -11,7 +11,7 @@ import rollout_servers
 import seeing
 import tiny_episodes
 import torch
-from tiny_runs import get_config, records, training, write_policy
+from tiny_runs import records, served_config, training, write_policy
 
 import jaxrlhf
 from jaxrlhf import models
@@ -40,25 +40,10 @@ def test_a_run_generates_with_servers(api, lora, sent, tmp_path):
     policy = write_policy(tmp_path / "policy")
     servers = [rollout_servers.RolloutServer(policy) for _ in range(2)]
     urls = tuple(server.url for server in servers)
-    config = get_config()
-    config = replace(
-        config,
-        model=Pretrained(str(policy)),
-        tokenizer=str(policy),
-        cold_start=None,
-        algorithm=GRPO(responses_per_update=16),
-        rollout=replace(
-            config.rollout,
-            max_response_tokens=6,
-            sampling=Sampling(temperature=0.7),
-            server=RolloutServer(urls, api=api, folder=str(tmp_path / "shared"), weights=sent),
-        ),
-        actor=replace(training(), lora=lora),
-        steps=2,
-        evaluation=replace(config.evaluation, every_steps=0, problems=2),
-        workdir=str(tmp_path / "run"),
-    )
-    jaxrlhf.run(config)
+    settings = RolloutServer(urls, api=api, folder=str(tmp_path / "shared"), weights=sent)
+    sampled = {"max_response_tokens": 6, "sampling": Sampling(temperature=0.7)}
+    config = served_config(policy, tmp_path / "run", settings, **sampled)
+    jaxrlhf.run(replace(config, actor=replace(training(), lora=lora)))
     # Before each step, and to evaluate what came out; the folder keeps the newest.
     folder = tmp_path / "shared" / "tiny" / "server_weights"
     [newest] = folder.iterdir()
@@ -197,19 +182,8 @@ def test_servers_see_the_images_of_prompts_and_of_environments(api, tmp_path):
 def test_experts_of_servers_are_replayed(api, tmp_path):
     policy = write_policy(tmp_path / "policy", kind="qwen3-moe")
     server = rollout_servers.RolloutServer(policy, routes=True)
-    tiny = get_config()
-    config = replace(
-        tiny,
-        model=Pretrained(str(policy)),
-        tokenizer=str(policy),
-        cold_start=None,
-        algorithm=GRPO(responses_per_update=16),
-        rollout=replace(tiny.rollout, replay_routing=True, server=RolloutServer((server.url,), api=api)),
-        steps=2,
-        evaluation=replace(tiny.evaluation, every_steps=0, problems=2),
-        workdir=str(tmp_path / "run"),
-    )
-    jaxrlhf.run(config)
+    settings = RolloutServer((server.url,), api=api)
+    jaxrlhf.run(served_config(policy, tmp_path / "run", settings, replay_routing=True))
     steps = [record for record in records(tmp_path / "run" / "metrics.jsonl") if "sampler/logp_gap_max" in record]
     assert [record["step"] for record in steps] == [1, 2]
     assert all(record["sampler/logp_gap_max"] < 1e-4 for record in steps)

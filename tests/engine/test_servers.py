@@ -294,7 +294,7 @@ ROUTED = replace(SHAPE, num_layers=3, dense_layers=1, experts=Experts(4, 2, 8))
 
 @pytest.mark.parametrize("api", ["vllm", "sglang"])
 def test_experts_are_recorded_as_servers_report_them(engine_of, tmp_path, api):
-    """Of every token but the last, in the layers that have experts."""
+    """Servers report the experts of every token but the last, in the layers that have experts."""
     choice_TLk = np.array([[[0, 0], [1, 2], [3, 0]], [[0, 0], [2, 1], [0, 1]]])
 
     def answer(choice_TLk):

@@ -361,7 +361,7 @@ def test_drafts_of_the_model_change_no_token(how, monkeypatch):
 
 
 def test_the_first_draft_is_the_likeliest_second_next_token(monkeypatch):
-    """Of the layer's own forward pass over the whole text, in which zeros stand for the token after the prompt."""
+    """The layer's forward pass over the whole text decides; zeros stand for the token after the prompt."""
     engine, read, found = build(DENSE_MTP), None, []
     params, read = gaussian(DENSE_MTP), engine.speculation.read
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import pytest
 import seeing
-from tiny_runs import get_config, records, training, write_policy
+from tiny_runs import records, served_config, training, write_policy
 
 import jaxrlhf
-from jaxrlhf.config import GRPO, Lora, Pretrained, RolloutServer, Sampling
+from jaxrlhf.config import GRPO, Lora, RolloutServer, Sampling
 
 PYTHON = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
 DROPPED = ("PYTHON", "JAX", "XLA")  # the other interpreter finds its own packages
@@ -76,21 +76,10 @@ def served(policy):
 
 @pytest.mark.parametrize(("weights", "lora"), [("whole", None), ("changed", Lora(rank=2))])
 def test_vllm_generates_for_a_run(address, policy, tmp_path, weights, lora):
-    config = get_config()
     server = RolloutServer((address,), weights=weights)
-    config = replace(
-        config,
-        model=Pretrained(str(policy)),
-        tokenizer=str(policy),
-        cold_start=None,
-        algorithm=GRPO(responses_per_update=8),
-        rollout=replace(config.rollout, sampling=Sampling(temperature=0.7), server=server),
-        actor=replace(training(), lora=lora),
-        steps=4,
-        evaluation=replace(config.evaluation, every_steps=0, problems=2),
-        workdir=str(tmp_path),
-    )
-    jaxrlhf.run(config)
+    config = served_config(policy, tmp_path, server, sampling=Sampling(temperature=0.7))
+    learned = {"algorithm": GRPO(responses_per_update=8), "actor": replace(training(), lora=lora)}
+    jaxrlhf.run(replace(config, steps=4, **learned))
     steps = [record for record in records(tmp_path / "metrics.jsonl") if "sampler/logp_gap_max" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4]
     # vLLM's log-probabilities are those of the weights that each step trains, at the temperature.

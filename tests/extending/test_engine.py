@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_runs import get_config, records, training, write_policy
+from tiny_runs import records, served_config, training, write_policy
 
 import jaxrlhf
-from jaxrlhf.config import GRPO, Lora, Pretrained
+from jaxrlhf.config import GRPO, Lora
 from jaxrlhf.engine import Completion
 from jaxrlhf.workers.build import Builder
 
@@ -70,20 +70,9 @@ def test_a_run_generates_with_an_engine_of_another_kind(lora, tmp_path, monkeypa
         return servers[-1]
 
     monkeypatch.setattr(Builder, "rollout_engine", engine)
-    config = get_config()
-    config = replace(
-        config,
-        model=Pretrained(str(policy)),
-        tokenizer=str(policy),
-        cold_start=None,
-        algorithm=GRPO(responses_per_update=16, old_logp="trainer"),
-        rollout=replace(config.rollout, max_response_tokens=6),
-        actor=replace(training(), lora=lora),
-        steps=2,
-        evaluation=replace(config.evaluation, every_steps=0, problems=2),
-        workdir=str(tmp_path / "run"),
-    )
-    jaxrlhf.run(config)
+    config = served_config(policy, tmp_path / "run", None, max_response_tokens=6)
+    algorithm = GRPO(responses_per_update=16, old_logp="trainer")
+    jaxrlhf.run(replace(config, algorithm=algorithm, actor=replace(training(), lora=lora)))
     [server] = servers
     assert sorted(set(server.versions)) == [0, 1, 2]  # before each step, and to evaluate what came out
     steps = [record for record in records(tmp_path / "run" / "metrics.jsonl") if "sampler/logp_gap_max" in record]

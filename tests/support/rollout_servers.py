@@ -48,7 +48,7 @@ class RolloutServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def start(self) -> None:
-        """As after a restart: with the weights of the command line."""
+        """Start, or restart, with the weights of the command line."""
         self.config = transformers.AutoConfig.from_pretrained(self.checkpoint)
         self.sees = hasattr(self.config, "vision_config")
         if self.sees:
@@ -119,7 +119,7 @@ def tensors_of(folder):
 
 
 def module_of(name):
-    """The module of a tensor, with one name for those that are fused."""
+    """The module of a tensor; modules that vLLM fuses have one name."""
     for parts in FUSED:
         for part in parts:
             if f".{part}." in name:
@@ -159,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         return json.dumps({"output_mode": "tokens", "prompt_token_ids": seen, "choices": [choice]}).encode()
 
     def _drawn(self, prompt, given, urls=()):
-        """What vLLM draws with the given settings, which have the same names in both of its interfaces."""
+        """Sample with the given settings, which have the same names in both interfaces of vLLM."""
         self.server.asked.append({"prompt": prompt, "images": len(urls)})
         ends = {"most": given["max_tokens"], "stop": given["stop_token_ids"]}
         return self.server.draw(prompt, urls, temperature=given["temperature"], seed=given["seed"], **ends)

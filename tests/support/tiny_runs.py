@@ -4,9 +4,12 @@ Also a configuration file: `python -m jaxrlhf.train --config tests/support/tiny_
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from jaxrlhf.config import (
+    GRPO,
     PPO,
     SFT,
     AdaptiveKL,
@@ -20,8 +23,10 @@ from jaxrlhf.config import (
     KLInReward,
     Layout,
     Optimizer,
+    Pretrained,
     Rewards,
     Rollout,
+    RolloutServer,
     Training,
 )
 
@@ -58,6 +63,22 @@ def training(**layout: int) -> Training:
         layout=Layout(**layout),
         tokens_per_microbatch=1024,
         remat="none",
+    )
+
+
+def served_config(policy: Path, workdir: Path, server: RolloutServer | None, **rollout: Any) -> Config:
+    """Two steps of GRPO from a checkpoint, whose responses come from servers."""
+    tiny = get_config()
+    return replace(
+        tiny,
+        model=Pretrained(str(policy)),
+        tokenizer=str(policy),
+        cold_start=None,
+        algorithm=GRPO(responses_per_update=16),
+        rollout=replace(tiny.rollout, server=server, **rollout),
+        steps=2,
+        evaluation=Evaluation(every_steps=0, problems=2),
+        workdir=str(workdir),
     )
 
 

@@ -23,8 +23,8 @@ def of_kib(kib: int, sharding: NamedSharding = SPLIT) -> jax.Array:
 
 
 @pytest.fixture
-def before() -> list[int]:
-    """Return the bytes that other tests left alive."""
+def before(no_leftovers: None) -> list[int]:
+    """Return the bytes that other tests left alive, and that no garbage collection during the test frees."""
     return bytes_in_use(jax.local_devices())
 
 

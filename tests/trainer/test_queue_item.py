@@ -21,7 +21,7 @@ from jaxrlhf.trainer.asynchronous.queue_item import QueueItem
 
 @dataclass
 class Renamed:
-    """A class that the code which goes on does not have."""
+    """A dataclass whose constructor must not be called when an object is read back."""
 
     numbers: object = None
 

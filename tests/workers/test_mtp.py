@@ -47,7 +47,7 @@ def actor(**training):
 
 
 def sequences():
-    """Of many lengths; the last four have the prompt of the four before them, stored once."""
+    """Sequences of many lengths; the last four share the prompts of the first four, stored once."""
     made = of_many_lengths(np.random.default_rng(0), rows=8, width=WIDTH, shortest=12)
     begin_B = np.asarray(made.mask_BT).argmax(axis=1)
     token_BT, mask_BT, length_B = (np.array(each) for each in (made.token_BT, made.mask_BT, made.length_B))

@@ -184,6 +184,11 @@ class Speculation:
         """True if drafts were worth verifying of late, so that the next window waits for the tokens of the last."""
         return self._mean_gain > _LEAST_MEAN_GAIN or (self._call is not None and self._call.width > 1)
 
+    @property
+    def rates(self) -> np.ndarray:
+        """Rates at which the policy sampled drafted tokens of late, verified or not, by the length of the match."""
+        return self._hits / self._trials
+
     def take_counts(self) -> SpeculationCounts:
         """Return the counters and start them again at 0."""
         taken, self.counts = self.counts, SpeculationCounts()
@@ -314,7 +319,7 @@ class Speculation:
 
     def _expected(self, draft: Draft, most: int) -> float:
         """Return the expected number of accepted tokens of a draft."""
-        rate = self._hits[draft.matched] / self._trials[draft.matched]
+        rate = self.rates[draft.matched]
         return float(sum(rate**place for place in range(1, min(most, len(draft.tokens)) + 1)))
 
     def _count(self, draft: Draft, tokens: Sequence[int]) -> None:

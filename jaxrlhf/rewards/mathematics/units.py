@@ -66,7 +66,7 @@ Measure = tuple[Fraction, frozenset[tuple[str, int]]]
 
 @lru_cache(maxsize=1024)
 def measure(text: str) -> Measure:
-    """Return the factor and the kinds of a unit; a word that is no known unit is a kind of its own."""
+    """Return the factor and the kinds of a unit; an unknown word is a kind that only equals itself."""
     words = " ".join(_PHRASES.get(word.lower(), word) for word in text.split()).split()
     if {"celsius", "fahrenheit"} & {word.lower() for word in words}:
         words = [word for word in words if _unit(word).kind != "degree"]
