@@ -22,7 +22,7 @@ from jaxrlhf.models.attention.kv_cache import LayerCache
 from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.pages import PagedCache
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.mtp.layer import mtp_slots
+from jaxrlhf.models.mtp.layer import mtp_input, mtp_normed, mtp_slots
 
 NO_TOKEN = -1
 
@@ -331,7 +331,7 @@ def run_mtp(
       next_B: Token after each of them.
 
     Returns:
-      The cache, and the layer's hidden states; None if no token is drafted.
+      The cache, and the layer's output; None if no token is drafted.
     """
     if not shape.execution.mtp_slots:
         return cache, None
@@ -355,11 +355,13 @@ def draft(params: Params, cache: Any, slots: Slots, further_BD: Any, *, shape: S
     if further_BD is None or len(further_BD) > shape.execution.mtp_slots:
         return cache, None
     drafted: list[Array] = []
+    assert isinstance(shape.config, ModelConfig), "only the decoder has such a layer"
     for place in range(MTP_TOKENS):
         if drafted:
-            cache, further_BD = run_mtp(params, cache, slots, further_BD, drafted[-1], shape=shape)
+            read_BD = mtp_input(params, shape.config, further_BD)
+            cache, further_BD = run_mtp(params, cache, slots, read_BD, drafted[-1], shape=shape)
             slots = slots._replace(cached_B=slots.cached_B + 1)
-        logits_BV = models.padded_logits(params, shape.config, further_BD)
+        logits_BV = models.padded_logits(params, shape.config, mtp_normed(params, shape.config, further_BD))
         drafted.append(sample_tokens(logits_BV, slots.sampled_B + place, slots, None, shape).token_B)
     return cache, jnp.stack(drafted, axis=1)
 

@@ -290,7 +290,8 @@ class _Shapes:
     def __call__(self, model: Model | str) -> ModelConfig:
         if not isinstance(model, Pretrained):
             return self._known(model)
-        return replace(self._known(model.path), mtp=True) if model.mtp else self._known(model.path)
+        known = self._known(model.path)
+        return replace(known, mtp="output") if model.mtp else known  # of the same size in every family
 
     def _look_up(self, model: FromScratch | Nnx | str) -> ModelConfig:
         if isinstance(model, FromScratch):

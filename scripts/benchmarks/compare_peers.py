@@ -42,8 +42,9 @@ STEP_ENDS = {"to_first_step_s": 0, "to_third_step_s": 2}
 WARM = "first_step_warm_s"
 KEPT = {name: f"kept_{name}" for name in STEP_ENDS}
 """Names of the same seconds with a warm compilation cache of an earlier run."""
-MICRO = {"big": 4, "smollm2_ppo": 8}
-"""Number of sequences in one pass of a peer; 16 in the other workloads. More do not fit into 24 GB."""
+TUNIX_SMOLLM2 = [("smollm2_grpo", "tunix"), ("smollm2_ppo", "tunix")]
+MICRO = {("big", "trl"): 4, ("big", "tunix"): 4, ("smollm2_ppo", "trl"): 8, **dict.fromkeys(TUNIX_SMOLLM2, 8)}
+"""Number of sequences in one pass of a peer by workload; 16 in the other workloads. More do not fit into 24 GB."""
 
 STEPS: dict[str, tuple[int, dict[str, int]]] = {
     **dict.fromkeys(chat.WORKLOADS, (4, {"trl": 2, "tunix": 1})),
@@ -99,7 +100,7 @@ def command_of(workload: str, framework: str, flags: argparse.Namespace) -> list
     warmup = WARMUP.get((workload, framework), 1)
     size = WORKLOADS[workload]
     rows = (flags.prompts or size.prompts) * size.responses
-    sizes = {"micro": min(rows, MICRO.get(workload, 16)), "steps": counted[framework], "warmup": warmup}
+    sizes = {"micro": min(rows, MICRO.get((workload, framework), 16)), "steps": counted[framework], "warmup": warmup}
     return [python, "-m", script, *where, *(text for name, size in sizes.items() for text in (f"--{name}", str(size)))]
 
 

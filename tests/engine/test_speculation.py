@@ -332,9 +332,9 @@ def test_a_verification_on_a_tpu_holds_its_cache_once(monkeypatch):
     assert memory.temp_size_in_bytes < 0.5 * cache
 
 
-GATED = replace(STATES, mtp=True)
-DENSE_MTP = replace(MODEL, family="glm4_moe", qkv_bias=False, experts=Experts(6, 2, 8), mtp=True)
-LATENT_MTP = replace(LATENT, mtp=True)
+GATED = replace(STATES, mtp="normed")
+DENSE_MTP = replace(MODEL, family="glm4_moe", qkv_bias=False, experts=Experts(6, 2, 8), mtp="output")
+LATENT_MTP = replace(LATENT, mtp="output")
 MTP = {
     "experts": {"model": DENSE_MTP},
     "latents": {"model": LATENT_MTP},
@@ -360,10 +360,12 @@ def test_drafts_of_the_model_change_no_token(how, monkeypatch):
     assert counts.calls > 10 and counts.drafted > 20
 
 
-def test_the_first_draft_is_the_likeliest_second_next_token(monkeypatch):
+@pytest.mark.parametrize("reads", ["output", pytest.param("normed", marks=pytest.mark.slow)])
+def test_drafts_are_the_likeliest_tokens_of_the_layer(reads, monkeypatch):
     """The layer's forward pass over the whole text decides; zeros stand for the token after the prompt."""
-    engine, read, found = build(DENSE_MTP), None, []
-    params, read = gaussian(DENSE_MTP), engine.speculation.read
+    model, found = replace(DENSE_MTP, mtp=reads), []
+    engine, params = build(model), gaussian(model)
+    read = engine.speculation.read
 
     def recorded(windows, **how):
         found.extend(
@@ -384,10 +386,15 @@ def test_the_first_draft_is_the_likeliest_second_next_token(monkeypatch):
         next_RW[row, prompt - 1] = -1
     place_RW = np.broadcast_to(np.arange(width, dtype=np.int32), token_RW.shape)
     given = place_RW, np.ones_like(place_RW)
-    hidden_RWD = models.hidden_states(params, DENSE_MTP, token_RW, *given).hidden_RWD
-    turn = rotations(DENSE_MTP, place_RW)
-    further_RWD, _ = mtp_rows(params, DENSE_MTP, hidden_RWD, next_RW, turn, Segments(given[1]), models.ONE_DEVICE)
-    logit_RWV = np.asarray(models.logits(params, DENSE_MTP, further_RWD))
-    for row, (request, tokens, drafted) in enumerate(found):
-        logit_V = logit_RWV[row, len(request.prompt_tokens) + len(tokens) - 2]
-        assert logit_V.max() - logit_V[drafted[0]] < 1e-4
+    hidden_RWD = np.array(models.hidden_states(params, model, token_RW, *given).hidden_RWD)
+    turn = rotations(model, place_RW)
+    for draft in range(2):
+        how = turn, Segments(given[1]), models.ONE_DEVICE
+        further_RWD, _ = mtp_rows(params, model, jnp.asarray(hidden_RWD), jnp.asarray(next_RW), *how)
+        logit_RWV = np.asarray(models.logits(params, model, further_RWD))
+        # The output before the norm, but for its length, which the norm that reads it takes away.
+        read_RWD = np.asarray(further_RWD) / (np.asarray(params["mtp"]["norm"]) if reads == "output" else 1)
+        for row, (request, tokens, drafted) in enumerate(found):
+            place = len(request.prompt_tokens) + len(tokens) - 2 + draft
+            assert logit_RWV[row, place].max() - logit_RWV[row, place, drafted[draft]] < 1e-4
+            hidden_RWD[row, place + 1], next_RW[row, place + 1] = read_RWD[row, place], drafted[draft]

@@ -17,7 +17,7 @@ from jaxrlhf.models.attention.attention import Segments
 from jaxrlhf.models.mtp.loss import mtp_logp
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 
-MODEL = replace(SMALL, vocab_size=32, tie_embeddings=True, mtp=True)
+MODEL = replace(SMALL, vocab_size=32, tie_embeddings=True, mtp="output")
 WIDTH, STEPS = 24, 150
 
 

@@ -29,7 +29,7 @@ def model(tmp_path_factory):
     source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("made")
     write(source, build("glm4-moe", vocab_size=-(-len(embedded_tokenizer()) // 64) * 64))
     embedded_tokenizer().save_pretrained(source)
-    config = replace(models.read_config(source), mtp=True)
+    config = replace(models.read_config(source), mtp="output")
     models.save_params(models.init_params(config, "lm", jax.random.key(0)), config, made, source=source)
     return made
 

@@ -1,6 +1,6 @@
 """Configuration of a decoder's shape, as dataclasses."""
 
-from jaxrlhf.models.config.model import ModelConfig
+from jaxrlhf.models.config.model import ModelConfig, MtpInput
 from jaxrlhf.models.config.param import Head, padded_rows
 from jaxrlhf.models.config.parts import (
     ClampedGate,

@@ -24,6 +24,10 @@ from jaxrlhf.models.config.rope import RopeScaling, YarnRope
 from jaxrlhf.models.config.vision import Vision
 
 
+MtpInput = Literal["output", "normed"]
+"""What a layer that predicts the second next token reads to predict the third: its output, or its output normalized."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Configuration of a decoder with grouped-query attention, rotary positions and a gated MLP.
@@ -83,8 +87,9 @@ class ModelConfig:
       dense_layers: Number of first layers that have an MLP, where later layers have experts.
       max_positions: Longest sequence the checkpoint was made for, in tokens.
       experts: Mixture of experts instead of the MLP; None is a dense MLP.
-      mtp: True if one more layer predicts the token after the next one (multi-token prediction, MTP). Its hidden states
-        change no other token's; it drafts tokens, and has a loss of its own.
+      mtp: One more layer that predicts the token after the next one (multi-token prediction, MTP); it drafts tokens,
+        and has a loss of its own. The value is what it reads in place of the decoder's hidden states to predict
+        further tokens. None is no such layer.
       vision: Vision tower whose features replace the embeddings of image tokens; None reads text only.
     """
 
@@ -137,7 +142,7 @@ class ModelConfig:
     dense_layers: int = 0
     max_positions: int = 32_768
     experts: Experts | None = None
-    mtp: bool = False
+    mtp: MtpInput | None = None
     vision: Vision | None = None
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from jaxrlhf.config import FromScratch, Refusal, Tower
 from jaxrlhf.config.refusal import read_object
 from jaxrlhf.models.config import Experts, Head, ModelConfig, Sections, Vision
 from jaxrlhf.models.huggingface.families import FAMILIES, VISION_FORMATS, Family, Fields, read_rope, write_rope
+from jaxrlhf.models.huggingface.families.family import MtpFormat
 from jaxrlhf.models.huggingface.families.fields import Link, written
 from jaxrlhf.models.huggingface.hub import check_no_adapters_alone, resolve
 from jaxrlhf.models.huggingface.text_part import read_vision, sight_of, text_fields
@@ -137,22 +138,22 @@ def read_config(path: str | Path, *, vision: bool = False, mtp: bool = False) ->
     except TypeError as error:  # from arithmetic on null, or on a text in place of a number
         raise fields.unreadable(error) from error
     if mtp:
-        config = replace(config, mtp=_with_one_mtp(path, family, vision=vision))
+        config = replace(config, mtp=_one_mtp(path, family, vision=vision).reads)
     if not vision:
         return config
     return replace(config, vision=read_vision(read_fields(path, whole=True), f"{path}/config.json"))
 
 
-def _with_one_mtp(path: str | Path, family: Family, *, vision: bool) -> bool:
-    """Return True if files of the family have one layer that predicts the second next token; else refuse it."""
+def _one_mtp(path: str | Path, family: Family, *, vision: bool) -> MtpFormat:
+    """Return the format of the layer that predicts the second next token; refuse files without one, or with several."""
     count = 0 if family.mtp is None else read_fields(path).get(family.mtp.config_field) or 1
-    if count != 1 or vision:
+    if family.mtp is None or count != 1 or vision:
         what = "a vision tower" if vision else f"{count} layers that predict further tokens"
         raise Refusal(
             f"mtp=True loads one layer that predicts the second next token, of a text model, but {path} is a "
             f"{family.name} checkpoint with {what}; set mtp=False"
         )
-    return True
+    return family.mtp
 
 
 def _read_decoder(family: Family, fields: Fields) -> ModelConfig:

@@ -94,7 +94,7 @@ def save_each(
     directory = Path(directory)
     if list(directory.glob("*.safetensors")):
         raise Refusal(f"{directory} already contains safetensors files; export to a new directory")
-    shapes = tensor_shapes(config, head, stored_tensors(config, head))
+    shapes = _shapes(config, head)
     dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
     tensors = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, "float32")) for name, shape in shapes.items()}
     writer = None
@@ -119,7 +119,7 @@ def named_tensors(
     arrays: Iterable[tuple[str, jax.Array]], config: ModelConfig, head: Head, *, dtype: Any
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors of a checkpoint by name, each as soon as it is complete; `arrays` is as in `save_each`."""
-    shapes = tensor_shapes(config, head, stored_tensors(config, head))
+    shapes = _shapes(config, head)
     tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
     incomplete: dict[str, tuple[np.ndarray, int]] = {}
     for part in _fetched(arrays, config, head, tensors):
@@ -133,6 +133,12 @@ def named_tensors(
         incomplete[name] = tensor, left - block.size
         if left == block.size:
             yield published_name(config, name), incomplete.pop(name)[0]
+
+
+def _shapes(config: ModelConfig, head: Head) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a checkpoint by name, copies of tensors included."""
+    shapes = tensor_shapes(config, head, stored_tensors(config, head))
+    return shapes | {copy: shapes[name] for copy, name in FAMILIES[config.family].copies(config, head).items()}
 
 
 def save_tensors(
@@ -174,7 +180,7 @@ def _fetched(
 ) -> Iterator[_TensorPart]:
     """Yield parts of tensors, one after another."""
     declared = {path_name(path): param for path, param in jax.tree.leaves_with_path(declare(config, head))}
-    stored = stored_tensors(config, head)
+    stored, copies = stored_tensors(config, head), FAMILIES[config.family].copies(config, head)
     for path, array in arrays:
         lies, param = stored[path], declared[path]
         stacked = lies.stacked(param.shape)
@@ -182,6 +188,8 @@ def _fetched(
         for at in np.ndindex(stacked):
             block = _fetch(array, lies, param, at, tensors[lies.named(at)].dtype)
             yield _TensorPart(lies.named(at), block, lies.first_row, place)
+            for copy in (copy for copy, name in copies.items() if name == lies.named(at)):
+                yield _TensorPart(copy, block.astype(tensors[copy].dtype, copy=False), lies.first_row, place)
 
 
 def read_dtypes(path: str | Path, *, vision: bool = False) -> dict[str, str]:
@@ -242,8 +250,8 @@ def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, 
         # Older files call it torch_dtype.
         kinds = {"torch_dtype", "dtype"} & kept.keys() or {"dtype"}
         fields = kept | head_fields(config, head) | ({} if dtype is None else dict.fromkeys(kinds, dtype))
-        if config.mtp and head == "lm" and (names := FAMILIES[config.family].mtp) is not None:
-            fields[names.config_field] = 1  # files of Qwen3-Next do not say so
+        if config.mtp and head == "lm" and (layer := FAMILIES[config.family].mtp) is not None:
+            fields[layer.config_field] = 1  # files of Qwen3-Next do not say so
     else:
         fields = write_fields(config, head, dtype=dtype or "float32")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -3,7 +3,7 @@
     x_i = W [norm(embed(t_{i+1})), norm(h_i)]      g_i = norm(layer(x_1, ..., x_i))      t_{i+2} ~ softmax(head g_i)
 
 with the decoder's hidden states h after its final norm, and its embedding and head. To predict more tokens, the layer
-reads its own g in place of h. The token after a prompt is not known when the prompt is run, and differs between the
+reads in place of h its own output, before the norm or after, as `ModelConfig.mtp` says. The token after a prompt is not known when the prompt is run, and differs between the
 responses of a group: zeros take the place of its embedding.
 
 Source: DeepSeek-AI 2024 (DeepSeek-V3, arXiv:2412.19437), section 2.2. That the embedding comes before h, and that h has
@@ -56,7 +56,7 @@ def mtp_rows(
     """Run the layer over packed rows, or over a chunk of prompts; return `g_RWD`, and the layer's keys and values."""
     input_RWD = _input(params, config, hidden_RWD, next_RW, execution)
     output_RWD, kept, _ = layer_rows(_layer(params), config, input_RWD, turn, mask, execution)
-    return norm(config, output_RWD, params["mtp"]["norm"]), kept
+    return mtp_normed(params, config, output_RWD), kept
 
 
 def with_mtp(
@@ -90,7 +90,7 @@ def mtp_slots(
     stored: LayerCache,
     execution: Execution,
 ) -> tuple[Array, LayerCache]:
-    """Run the layer over T consecutive tokens of every slot; return `g_BTD`, and the layer's cache with them.
+    """Run the layer over T consecutive tokens of every slot; return its output, and the layer's cache with them.
 
     Args:
       position_B: Position of the first of the tokens that `hidden_BTD` belongs to.
@@ -99,7 +99,17 @@ def mtp_slots(
     input_BTD = _input(params, config, hidden_BTD, next_BT, execution)
     places = position_B, position_B, stored, execution
     output_BTD, written, _ = layer_slots(_layer(params), config, input_BTD, turn, *places)
-    return norm(config, output_BTD, params["mtp"]["norm"]), written
+    return output_BTD, written
+
+
+def mtp_normed(params: Params, config: ModelConfig, output_BD: Array) -> Array:
+    """Return the states that the head reads, from the layer's output."""
+    return norm(config, output_BD, params["mtp"]["norm"])
+
+
+def mtp_input(params: Params, config: ModelConfig, output_BD: Array) -> Array:
+    """Return what the layer reads to predict one more token, from its output."""
+    return mtp_normed(params, config, output_BD) if config.mtp == "normed" else output_BD
 
 
 def _layer(params: Params) -> Params:

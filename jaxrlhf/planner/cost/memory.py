@@ -64,14 +64,16 @@ def weights_unstacking(model: ModelConfig, layout: Layout) -> float:
 def cache_bytes_per_token(model: ModelConfig, layout: Layout, *, itemsize: int, lanes: int = 1) -> float:
     """Return the cache bytes of one token on one device.
 
-    If devices share positions, a device has its part of the positions, and the mean over positions is returned.
+    If devices share positions, a device has its part of the positions, and the mean over positions is returned. A layer
+    that predicts the second next token is counted, though pages do not have it.
 
     Args:
       lanes: Multiple that the cached numbers of each head are padded to.
     """
     head = model.mean_head_dim if model.latent is None else model.latent.rank + model.latent.rope_dim
     filled = -(-head // lanes) * lanes / head if lanes > 1 else 1
-    kept = model.num_layers * model.cache_width * filled * itemsize
+    drafting = 0 if model.mtp is None else model.num_layers / model.attention_layers  # a layer with keys and values
+    kept = (model.num_layers + drafting) * model.cache_width * filled * itemsize
     kept /= layout.generation_stage * layout.generation_context
     # A latent serves all heads, so every tensor shard keeps the latent.
     return kept if model.latent is not None else kept / math.gcd(layout.generation_tensor, model.num_kv_heads)

@@ -4,11 +4,12 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrlhf.models.config import LINEAR_LAYERS, Head, ModelConfig
+from jaxrlhf.models.config import LINEAR_LAYERS, Head, ModelConfig, MtpInput
 from jaxrlhf.models.huggingface.families.fields import Fields
 
 
@@ -240,12 +241,17 @@ def of_both_kinds(
     return found
 
 
-class MtpNames(NamedTuple):
-    """Names of the tensors of the layer that predicts the second next token, and of the field that counts such layers.
+class MtpFormat(NamedTuple):
+    """Checkpoint format of the layer that predicts the second next token.
 
     Attributes:
       layer: Prefix of the tensors that every layer has.
       join: Product of the normalized embedding of the next token, and of the normalized hidden state.
+      config_field: Field of config.json that counts such layers.
+      reads: What the layer reads to predict further tokens (`ModelConfig.mtp`), as in vLLM (deepseek_mtp.py,
+        glm4_moe_mtp.py, qwen3_next_mtp.py and qwen3_5_mtp.py in vllm/model_executor/models).
+      copies: Names of tensors that repeat the embedding and the head, by the path of the parameter. They are written
+        for servers that read them, and not read.
     """
 
     layer: str
@@ -254,6 +260,8 @@ class MtpNames(NamedTuple):
     join: str
     norm: str
     config_field: str
+    reads: MtpInput
+    copies: Mapping[str, str] = MappingProxyType({})
 
     def tensors(self, config: ModelConfig, table: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return the table of the layer's parameters, from the table of the other layers."""
@@ -271,25 +279,28 @@ class MtpNames(NamedTuple):
         }
 
 
-MTP_AFTER_LAYERS = MtpNames(
+MTP_AFTER_LAYERS = MtpFormat(
     LAYER,
     embed_norm=LAYER + "enorm.weight",
     hidden_norm=LAYER + "hnorm.weight",
     join=LAYER + "eh_proj.weight",
     norm=LAYER + "shared_head.norm.weight",
     config_field="num_nextn_predict_layers",
+    reads="output",
+    copies=MappingProxyType({"embed": LAYER + "embed_tokens.weight", "head": LAYER + "shared_head.head.weight"}),
 )
-"""Names of DeepSeek-V3 and GLM-4.5. Their files also have copies of the embedding and the head, which are not read."""
+"""Format of DeepSeek-V3 and GLM-4.5."""
 
-MTP_APART = MtpNames(
+MTP_APART = MtpFormat(
     "mtp.layers.0.",
     embed_norm="mtp.pre_fc_norm_embedding.weight",
     hidden_norm="mtp.pre_fc_norm_hidden.weight",
     join="mtp.fc.weight",
     norm="mtp.norm.weight",
     config_field="mtp_num_hidden_layers",
+    reads="normed",
 )
-"""Names of Qwen3-Next and Qwen3.5."""
+"""Format of Qwen3-Next and Qwen3.5."""
 
 LM_HEAD = StoredTensor("lm_head.weight", "VD", "V D")
 SCALAR_HEAD = StoredTensor("score.weight", "D", "1 D")
@@ -308,7 +319,7 @@ class Family:
       write: Function that returns the config.json fields specific to this family; None if config.json is always a
         copy of the source's.
       unread: Function from a model to a pattern of names of tensors that files may have but nothing uses, or None.
-      mtp: Names of the layer that predicts the second next token, which files may have; it is read and exported only
+      mtp: Format of the layer that predicts the second next token, which files may have; it is read and exported only
         with `ModelConfig.mtp`. None if no file has such a layer.
       score_architecture: First part of the architecture's name with a score head; None is `architecture`.
     """
@@ -319,7 +330,7 @@ class Family:
     read: Callable[[Fields], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]] | None = None
     score_architecture: str | None = None
-    mtp: MtpNames | None = None
+    mtp: MtpFormat | None = None
     unread: Callable[[ModelConfig], re.Pattern[str] | None] = lambda config: None
 
     @property
@@ -356,3 +367,13 @@ class Family:
         elif not config.tie_embeddings:
             tensors["head"] = LM_HEAD
         return tensors
+
+    def copies(self, config: ModelConfig, head: Head) -> dict[str, str]:
+        """Return the names of tensors that repeat the tensor of another parameter, with the name of this tensor."""
+        if not config.mtp or head != "lm" or self.mtp is None:
+            return {}
+        stored = self.stored(config, head)
+        return {
+            name.format(layer=config.num_layers): stored.get(path, stored["embed"]).name
+            for path, name in self.mtp.copies.items()
+        }
