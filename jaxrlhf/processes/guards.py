@@ -144,7 +144,7 @@ class ProcessState:
     """
 
     def __init__(self) -> None:
-        self._builtins = dict(vars(builtins))
+        self._builtins, self._modules = dict(vars(builtins)), dict(sys.modules)
         self._folder = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
         self._own, self._files = tempfile.gettempdir(), _standard_files()
         self._kept = [(setting, setting.get()) for setting in _SETTINGS]
@@ -158,6 +158,8 @@ class ProcessState:
 
     def restore(self) -> str:
         """Restore the other state; return a description of what cannot be restored, or an empty text."""
+        if len(sys.modules) < len(self._modules):
+            sys.modules.update(self._modules | sys.modules)
         for setting, kept in self._kept:
             try:
                 if setting.get() != kept:

@@ -167,6 +167,14 @@ def test_output_may_be_cut_short(length, unbuffered):
         assert (shown.stderr.read(), shown.wait()) == (b"", 1)
 
 
+def test_closed_streams_are_empty():
+    code = "import sys; from jaxrlhf.config import run_command; run_command(lambda: sys.stdout.write(sys.stdin.read()))"
+    for closed in ("<&- >&-", "<&- 2>&-", ">&- 2>&-"):
+        command = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-c", code]
+        done = subprocess.run(command, input="", capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_another_pipe_that_breaks_is_an_error():
     def break_down():
         raise BrokenPipeError

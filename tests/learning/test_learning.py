@@ -126,16 +126,31 @@ def test_the_notebook_runs_and_as_a_whole_learns(
     assert (tmp_path / "runs/quickstart/policy/model.safetensors").is_file()
 
 
+ONE_SMALL_STEP = {
+    "ColdStart(steps=40,": "ColdStart(steps=2,",
+    "prompts_per_step=16": "prompts_per_step=4",
+    "responses_per_update=64": "responses_per_update=32",
+    "steps=8,\n": "steps=1,\n",
+    "Evaluation(every_steps=0, problems=64)": "Evaluation(every_steps=0, problems=8)",
+}
+
+
 @pytest.mark.parametrize(
-    "steps", [pytest.param(1, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.seeds, id="whole")]
+    "changes",
+    [
+        pytest.param(ONE_SMALL_STEP, marks=pytest.mark.slow, id="one step"),
+        pytest.param({}, marks=pytest.mark.seeds, id="whole"),
+    ],
 )
 def test_the_notebook_of_agents_runs_and_as_a_whole_learns(
-    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notebook = nbformat.read(ROOT / "notebooks/agents.ipynb", as_version=4)
     assert len(notebook.cells) <= 15
-    [cell] = [cell for cell in notebook.cells if "    steps=8,\n" in cell.source]
-    cell.source = cell.source.replace("    steps=8,\n", f"    steps={steps},\n")
+    [cell] = [cell for cell in notebook.cells if "config = Config(" in cell.source]
+    for old, new in changes.items():
+        assert cell.source.count(old) == 1, old
+        cell.source = cell.source.replace(old, new)
     for name in ("NPROC", "XLA_FLAGS"):
         monkeypatch.delenv(name, raising=False)
     NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
@@ -143,6 +158,6 @@ def test_the_notebook_of_agents_runs_and_as_a_whole_learns(
     assert metrics[0]["score/mean"] <= 0.5
     said = "".join(output.get("text", "") for output in notebook.cells[-1]["outputs"])
     assert said.strip().endswith(("treasure", "lost"))
-    if steps == 8:
+    if not changes:
         assert metrics[-1]["score/mean"] >= 0.9
         assert said.strip().endswith("treasure")

@@ -1,6 +1,7 @@
 """Counts of weights and cache bytes of every family, compared with the arrays of a cache."""
 
 import math
+from dataclasses import replace
 
 import jax
 import pytest
@@ -8,7 +9,7 @@ import tiny_checkpoints
 import transformers
 
 from jaxrlhf.config import Layout
-from jaxrlhf.models import empty_cache, read_config
+from jaxrlhf.models import Execution, empty_cache, read_config
 from jaxrlhf.models.counts import weight_counts
 from jaxrlhf.planner.cost.memory import cache_bytes
 
@@ -42,3 +43,11 @@ def test_a_token_takes_of_the_cache_what_the_cache_has_for_it(kind, tmp_path):
     cache = jax.eval_shape(lambda: empty_cache(config, slots=3, capacity=32))
     held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     assert cache_bytes(config, Layout(), tokens=32, itemsize=4) * 3 == held
+
+
+@pytest.mark.parametrize("kind", ["deepseek-v3", "glm4-moe", "qwen3-next", "qwen3.5"])
+def test_the_layer_that_drafts_has_a_cache_too(kind, tmp_path):
+    config, drafts = replace(shape_of(kind, tmp_path), mtp="output"), Execution(mtp_slots=1)
+    cache = jax.eval_shape(lambda: empty_cache(config, slots=3, capacity=32, execution=drafts))
+    held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    assert cache_bytes(config, Layout(), tokens=32, itemsize=4) * 3 == pytest.approx(held)

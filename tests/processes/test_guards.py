@@ -33,6 +33,7 @@ CHANGES = {  # what a call does, and what another call may see of it
     ),
     "module path": ("sys.path.insert(0, '/nowhere')", "sys.path"),
     "another module path": ("sys.path = []", "sys.path"),
+    "modules": ("sys.modules.clear()", "len(sys.modules) > 100"),
     "limit of sockets": ("socket.setdefaulttimeout(0.1)", "socket.getdefaulttimeout()"),
     "handler": ("signal.signal(signal.SIGALRM, lambda *_: None)", "signal.getsignal(signal.SIGALRM)"),
     "ignored signal": ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", "signal.getsignal(signal.SIGTERM)"),

@@ -14,13 +14,12 @@ import pickle
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jax._src import xla_bridge
-from resumed_runs import config_of
+from resumed_runs import config_of, forked
 
 from jaxrlhf.config import GRPO, PPO, Config, Pool, Rollout
 from jaxrlhf.engine import Engine
@@ -28,7 +27,6 @@ from jaxrlhf.trainer import log
 from jaxrlhf.trainer.asynchronous.off_policy import OffPolicy
 from jaxrlhf.trainer.asynchronous.queue_item import QueueItem
 from jaxrlhf.trainer.loop import Loop
-from jaxrlhf.trainer.run import run
 from jaxrlhf.workers.trained_model import TrainedWorker
 
 APART = (Pool("policy", 1, ("actor",)), Pool("generation", 1, ("rollout", "reward")))
@@ -153,22 +151,11 @@ def hook(owner: type, name: str, wrapped: Callable) -> None:
     setattr(owner, name, lambda *args, **kwargs: wrapped(original, *args, **kwargs))
 
 
-def forked(config: Config, workdir: Path, death: Death | None = None) -> tuple[int, int]:
-    """Exit code of a run in a process of its own: 0, 1, or minus the signal; and the step of its last checkpoint."""
-    process = os.fork()
-    if process:
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        whole = [path.name for path in workdir.glob("checkpoints/step_*") if "tmp" not in path.name]
-        return code, max((int(name.removeprefix("step_")) for name in whole), default=0)
-    try:
-        if death is not None:
-            arm(death, config, workdir)
-        code = 0 if run(replace(config, workdir=str(workdir))).finished else 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    os._exit(code)
+def ended(config: Config, workdir: Path, death: Death | None = None) -> tuple[int, int]:
+    """Exit code of a run in a separate process (see `forked`), and the step of its last checkpoint."""
+    code = forked(config, workdir, lambda: None if death is None else arm(death, config, workdir))
+    whole = [path.name for path in workdir.glob("checkpoints/step_*") if "tmp" not in path.name]
+    return code, max((int(name.removeprefix("step_")) for name in whole), default=0)
 
 
 def main() -> None:
@@ -182,8 +169,8 @@ def main() -> None:
             continue
         own = Path(folder) / name
         own.mkdir()
-        ends = [forked(case.config, own / "whole")]
-        ends += [forked(case.config, own / "cut", death) for death in (*case.deaths, None)]
+        ends = [ended(case.config, own / "whole")]
+        ends += [ended(case.config, own / "cut", death) for death in (*case.deaths, None)]
         (own / "ends.json").write_text(json.dumps(ends))
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,12 +92,13 @@ def config_of(algorithm: Algorithm) -> Config:
     return replace(tiny, algorithm=algorithm, **pairs)
 
 
-def forked(config: Config, workdir: Path) -> int:
-    """Exit code of a run in a process of its own: 0, 1, or minus the signal."""
+def forked(config: Config, workdir: Path, prepare: Callable[[], None] = lambda: None) -> int:
+    """Exit code of a run in a separate process, which calls `prepare` first: 0, 1, or minus the signal."""
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     try:
+        prepare()
         code = 0 if run(replace(config, workdir=str(workdir))).finished else 1
     except BaseException:
         traceback.print_exc()

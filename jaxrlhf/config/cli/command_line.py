@@ -48,10 +48,11 @@ def on_cluster(flags: Namespace) -> list[str]:
 def run_command(main: Callable[[], None]) -> None:
     """Run a command: a `Refusal` ends it with one line on stderr and exit code 2, Ctrl-C with one line and code 130.
 
-    A missing package that an extra installs is treated like a `Refusal`. If a reader of standard output such as `head`
+    A missing package that an extra installs is treated like a `Refusal`. A closed standard stream is an empty one. If a reader of standard output such as `head`
     closes the pipe early, the command ends with code 1 and no message. Any other error keeps its traceback; with
     JAXRLHF_DEBUG=1 a refusal does too.
     """
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # text of a model may not fit the terminal's encoding
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -70,6 +71,13 @@ def run_command(main: Callable[[], None]) -> None:
         message = "; ".join([reason, *getattr(error, "__notes__", [])])
         print("error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
+
+
+def _open_closed_streams() -> None:
+    """Open the null device in place of standard streams that are closed, as by `>&-` in a shell."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def _check_files() -> None:
