@@ -42,8 +42,10 @@ STEP_ENDS = {"to_first_step_s": 0, "to_third_step_s": 2}
 WARM = "first_step_warm_s"
 KEPT = {name: f"kept_{name}" for name in STEP_ENDS}
 """Names of the same seconds with a warm compilation cache of an earlier run."""
-TUNIX_SMOLLM2 = [("smollm2_grpo", "tunix"), ("smollm2_ppo", "tunix")]
-MICRO = {("big", "trl"): 4, ("big", "tunix"): 4, ("smollm2_ppo", "trl"): 8, **dict.fromkeys(TUNIX_SMOLLM2, 8)}
+MICRO = {
+    **dict.fromkeys([(name, peer) for name in ("big", "qwen") for peer in ("trl", "tunix")], 4),
+    **dict.fromkeys([("smollm2_ppo", "trl"), ("smollm2_ppo", "tunix"), ("smollm2_grpo", "tunix")], 8),
+}
 """Number of sequences in one pass of a peer by workload; 16 in the other workloads. More do not fit into 24 GB."""
 
 STEPS: dict[str, tuple[int, dict[str, int]]] = {
@@ -53,6 +55,7 @@ STEPS: dict[str, tuple[int, dict[str, int]]] = {
     "longtail": (6, {"trl": 1, "tunix": 1}),
     "ppo": (6, {"trl": 2, "tunix": 1}),
     "big": (4, {"trl": 1, "tunix": 1}),
+    "qwen": (4, {"trl": 1, "tunix": 1}),
 }
 """Number of our steps, the first two of them warm-up, and number of counted steps of each peer."""
 WARMUP = dict.fromkeys([(name, "tunix") for name in ("fixed", "ppo", *chat.WORKLOADS)], 2)

@@ -70,6 +70,7 @@ PRESETS = {
     "tail": Preset(256, 8, 8, 4, 1024, 8192, ends=True),
     "long": Preset(256, 8, 8, 4, 1024, 8192, positions=131_072),
     "qwen0p4b": Preset(896, 24, 14, 2, 4864, 32768, tied=True),
+    "qwen0p5b": Preset(896, 24, 14, 2, 4864, 151_936, tied=True),  # the shape of Qwen2.5-0.5B
     "smollm2": Preset(576, 30, 9, 3, 1536, 49152, tied=True),  # the shape of SmolLM2-135M
 }
 
@@ -108,6 +109,7 @@ WORKLOADS = {
     "longtail": Workload("tail", 16, 8, 128, 384),
     "ppo": Workload(prompts=64, responses=1, algorithm="ppo"),
     "big": Workload("qwen0p4b", 2, 4, 64, 64),
+    "qwen": Workload("qwen0p5b", 2, 4, 64, 64),
 }
 
 

@@ -306,9 +306,9 @@ def test_a_first_prompt_that_is_too_long_fails_only_its_episode(loop, engine):
 
 
 def test_invalid_tool_schemas_fail_only_their_episode(loop, engine, monkeypatch):
-    begun = Future()
-    begun.set_result(Opening([{"role": "user", "content": "?"}], [{"type": "function", "function": {"name": "f"}}] * 2))
-    monkeypatch.setattr(EnvironmentPool, "start", lambda *_: begun)
+    opening = Future()
+    opening.set_result(Opening([{"role": "user", "content": "?"}], [{"type": "function", "function": {"name": "f"}}] * 2))
+    monkeypatch.setattr(EnvironmentPool, "start", lambda *_: opening)
     [record] = run(loop, engine, problems(1), copies=1).episodes.records
     assert record.stop == "environment_error" and "two tools have the name 'f'" in record.failure
 
@@ -343,14 +343,14 @@ def test_a_class_with_tools_as_methods_appends_to_the_records_prompt(engine):
 def test_a_stop_text_ends_a_reply_and_the_next_turn_continues():
     """No end of turn was sampled, so one is inserted, and the episode does not count as truncated."""
     conversation = Conversation(ChatFormat(TOKENIZER), [{"role": "user", "content": "1"}])
-    drawn = TOKENIZER.encode("12", add_special_tokens=False)
-    reply = conversation.sampled(drawn, [-1.0] * len(drawn), ended=True)
+    sampled = TOKENIZER.encode("12", add_special_tokens=False)
+    reply = conversation.sampled(sampled, [-1.0] * len(sampled), ended=True)
     assert reply.ended
     before = conversation.prompt
     conversation.observe([{"role": "user", "content": "3"}])
     whole = TOKENIZER.decode(conversation.prompt[len(before) :])
     assert whole == "<|eos|><|user|>3<|assistant|>"
-    assert sum(conversation.sequences()[0].mask) == len(drawn)
+    assert sum(conversation.sequences()[0].mask) == len(sampled)
 
 
 def test_every_sequence_of_an_agents_episode_has_a_cause():

@@ -17,7 +17,7 @@ import PIL.ImageFile
 import pytest
 import seeing_environments
 from packed_arrays import PackedArrays
-from tiny_models import drawn
+from tiny_models import random_params
 from tiny_runs import numbers, records
 
 import jaxrlhf
@@ -65,7 +65,7 @@ def parts():
     tokenizer = tokenizer_of(config)
     shape = model_config(config.model, tokenizer)
     reader = image_reader(config, shape, tokenizer)
-    params = drawn(shape)
+    params = random_params(shape)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxrlhf.engine.buckets.SHORTEST_BUCKET", 64)
         patch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", 80)
@@ -183,8 +183,8 @@ def test_pictures_with_equal_content_are_stored_once():
 def test_a_records_prompt_has_the_same_tokens_in_a_conversation():
     _, tokenizer, reader, _, _ = parts()
     one = with_picture(0)
-    begun = Conversation(ChatFormat(tokenizer, reader=reader), restore_images(one.messages, one.images))
-    assert (begun.prompt, begun.images) == (one.prompt_tokens, one.images)
+    started = Conversation(ChatFormat(tokenizer, reader=reader), restore_images(one.messages, one.images))
+    assert (started.prompt, started.images) == (one.prompt_tokens, one.images)
 
 
 def shared(sequences: Sequences) -> np.ndarray:
@@ -295,8 +295,8 @@ def test_a_rewritten_history_shows_its_pictures_again():
 def test_a_mark_in_a_reply_is_not_a_picture_in_a_rewritten_history():
     form, one = rewriting(), with_picture(0)
     conversation = Conversation(form, restore_images(one.messages, one.images), history="as_templated")
-    drawn = (*form.tokenizer.encode("an <image>", add_special_tokens=False), form.tokenizer.eos_token_id)
-    conversation.sampled(drawn, [0.0] * len(drawn))
+    sampled = (*form.tokenizer.encode("an <image>", add_special_tokens=False), form.tokenizer.eos_token_id)
+    conversation.sampled(sampled, [0.0] * len(sampled))
     conversation.observe(played().episodes.records[0].opening)
     digests = [image.digest for image in conversation.images]
     assert digests == [one.images[0].digest, played().sequences.images_B[0][0].digest]
@@ -318,9 +318,9 @@ def test_pictures_of_an_agent_program_are_trained_on():
     assert sorted(map(len, sequences.images_B)) == [1] * 4 + [2] * 4
     for row in range(0, 8, 2):
         one, other = sequences.images_B[row][0], sequences.images_B[row + 1][0]
-        begun = one.start + one.tokens
+        started = one.start + one.tokens
         assert one.start == other.start and one.digest != other.digest
-        assert (sequences.token_BT[row, :begun] == sequences.token_BT[row + 1, :begun]).all()
+        assert (sequences.token_BT[row, :started] == sequences.token_BT[row + 1, :started]).all()
     mask_BT = sequences.mask_BT
     np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.sampler_logp_BT[mask_BT], atol=1e-4)
 

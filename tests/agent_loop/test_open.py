@@ -37,9 +37,9 @@ def new_weights(weights):
     return jax.tree.map(lambda leaf: np.float32(1.5) * leaf, weights)
 
 
-def groups(count, *, ended=(), begun=0):
+def groups(count, *, ended=(), started=0):
     ended_B = np.repeat([number in ended for number in range(count)], COPIES)
-    return OpenGroups(np.full(count, 11), np.full(count, begun), ended_B)
+    return OpenGroups(np.full(count, 11), np.full(count, started), ended_B)
 
 
 def resume(agents, engine, asked, state, *, complete=None, due=-1):
@@ -85,8 +85,8 @@ def test_slow_episodes_continue_under_the_next_policy(agents, engine, weights, n
     assert {*version_BT[sequences.mask_BT].tolist()} == {3, 4}
     said = {version: logps(given, sequences) for version, given in ((3, weights), (4, new_weights))}
     for version, logp_BT in said.items():
-        drawn_BT = (sequences.mask_BT & (version_BT == version))[:, 1:]
-        np.testing.assert_allclose(logp_BT[drawn_BT], rest.sampler_logp_BT[:, 1:][drawn_BT], atol=1e-5)
+        sampled_BT = (sequences.mask_BT & (version_BT == version))[:, 1:]
+        np.testing.assert_allclose(logp_BT[sampled_BT], rest.sampler_logp_BT[:, 1:][sampled_BT], atol=1e-5)
     turn_BT = rest.episodes.turn_BT
     for row, record in enumerate(rest.episodes.records):
         by_turn = [{*version_BT[row, turn_BT[row] == turn].tolist()} for turn in range(TURNS)]
@@ -106,7 +106,7 @@ def test_a_group_missing_in_a_call_is_dropped_and_later_starts_again(agents, eng
     asked = problems(2, pause_s=SLOW_S)
     resume(agents, engine, asked, groups(2), complete=1)
     later = problems(1, first=8)
-    assert prompts(resume(agents, engine, later, groups(1, begun=1))) == [8]
+    assert prompts(resume(agents, engine, later, groups(1, started=1))) == [8]
     again = resume(agents, engine, asked[1:], groups(1))
     np.testing.assert_array_equal(again.sequences.token_BT, run(agents, engine, asked[1:]).sequences.token_BT)
 

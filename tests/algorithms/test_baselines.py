@@ -211,7 +211,7 @@ def test_clip_cov_leaves_out_tokens_of_a_covariance_in_the_range():
     assert chosen.sum() == int(0.02 * mask.sum())
     assert (mask & (cov > 0.5) & (cov < 2.0))[chosen].all()
     other = clip_cov.sampled_in_range(advantage, logp, mask, np.random.default_rng(1), settings)
-    assert (chosen != other).any(), "the choice is drawn"
+    assert (chosen != other).any(), "the choice is sampled"
     nothing = np.zeros_like(mask)
     assert not clip_cov.sampled_in_range(advantage, logp, nothing, np.random.default_rng(0), settings).any()
     with pytest.raises(Refusal, match="must be below covariance_high"):

@@ -141,8 +141,8 @@ def test_a_step_has_the_objective_of_the_paper(algorithm):
     solved = [chance[row, place] for row, places, _, solution in rows if solution for place in places]
     assert metrics["luffy/solution_probability"].sum() / total == pytest.approx(statistics.fmean(solved), rel=1e-5)
     ratio = metrics["policy/ratio_mean"].sum() / total
-    drawn = [chance[row, place] / 0.5 for row, places, _, solution in rows if not solution for place in places]
-    assert ratio == pytest.approx(1 if itself else statistics.fmean(drawn), rel=1e-5)
+    sampled = [chance[row, place] / 0.5 for row, places, _, solution in rows if not solution for place in places]
+    assert ratio == pytest.approx(1 if itself else statistics.fmean(sampled), rel=1e-5)
 
     assert result.metrics["luffy/solution_score"] == 0.75
     assert result.metrics["score/mean"] == 0.25, "of sampled responses"

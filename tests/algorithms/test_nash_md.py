@@ -1,4 +1,4 @@
-"""Nash-MD: the mixture that opponents are drawn from, a step on made-up responses, and what is refused."""
+"""Nash-MD: the mixture that opponents are sampled from, a step on made-up responses, and what is refused."""
 
 import math
 from dataclasses import replace
@@ -57,8 +57,8 @@ def test_the_engine_draws_from_the_geometric_mixture_of_two_policies():
     sampled = engine.generate(requests, Sampling(temperature=TEMPERATURE), seed=1)
     greedy = engine.generate(requests, Sampling(greedy=True), seed=1)
     moved = 0
-    for request, drawn, likeliest in zip(requests, sampled, greedy, strict=True):
-        for completion in (drawn, likeliest):
+    for request, response, likeliest in zip(requests, sampled, greedy, strict=True):
+        for completion in (response, likeliest):
             tokens, start = (*request.prompt, *completion.tokens), len(request.prompt)
             each = [own_logits(params, model, tokens)[start - 1 : -1] for params in (policy, reference)]
             mixed = (1 - SHARE) * each[0] + SHARE * each[1]
@@ -115,7 +115,7 @@ def test_a_step_follows_the_chance_to_be_preferred_less_the_log_ratio(how):
     roles = SimpleNamespace(actor=made, reward=made, reference=made)
     result = nash_md.learn(roles, work, nash_md.collect(roles, work))
     assert made.share == 0.125
-    assert made.seeds != work.seed, "opponents would be drawn by the numbers of the policy's responses"
+    assert made.seeds != work.seed, "opponents would be sampled by the numbers of the policy's responses"
     ahead = [1.0 - 0.25, -0.5 - 0.25]
     chance = [1 / (1 + math.exp(-x)) for x in ahead] if how == "bradley-terry" else [1.0, 0.0]
     # The opponent of the second problem has no score, so its responses teach nothing.
@@ -127,7 +127,7 @@ def test_a_step_follows_the_chance_to_be_preferred_less_the_log_ratio(how):
     assert result.metrics["tokens/generated"] == MASK.sum() + MASK[[0, 2]].sum()
 
 
-def test_what_no_mixture_can_be_drawn_for_is_refused(refused):
+def test_what_no_mixture_can_be_sampled_for_is_refused(refused):
     for settings in ({"kl": KLInLoss()}, {"policy": PolicyLoss()}):
         with refused():
             NashMD(**settings)

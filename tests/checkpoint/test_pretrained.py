@@ -173,13 +173,13 @@ def test_damage_of_a_converted_checkpoint_is_noticed(converted, tmp_path, damage
 def test_both_formats_load_equal_parameters(source, converted, head, monkeypatch):
     config = models.read_config(converted)
     assert config == models.read_config(source)
-    layout, begun, make = split_over_all(config, head), [], jax.make_array_from_callback
+    layout, made, make = split_over_all(config, head), [], jax.make_array_from_callback
     with monkeypatch.context() as patched:
-        patched.setattr(jax, "make_array_from_callback", lambda shape, *how: begun.append(shape) or make(shape, *how))
+        patched.setattr(jax, "make_array_from_callback", lambda shape, *how: made.append(shape) or make(shape, *how))
         ours = load_pretrained(converted, config, head, layout)
     theirs = load_pretrained(source, config, head, layout)
     same(ours, theirs)
-    assert begun == ([] if head == "lm" else [theirs["head"].shape]), "zeros take room only where nothing is saved"
+    assert made == ([] if head == "lm" else [theirs["head"].shape]), "zeros take room only where nothing is saved"
     assert jax.tree.map(lambda leaf: leaf.sharding, ours) == layout
     same(
         load_pretrained(converted, config, head, layout, dtype=jnp.bfloat16)["layers"],

@@ -38,7 +38,7 @@ def say(conversation, text, *, ended=True, version=0):
 def test_a_call_an_answer_and_the_training_mask(chat, tokenizer):
     conversation = Conversation(chat, ASKED, [CALCULATOR])
     first = conversation.prompt
-    reply, drawn = say(conversation, "<<47*86>>", version=3)
+    reply, sampled = say(conversation, "<<47*86>>", version=3)
     assert reply.calls == (ToolCall("calculator", {"term": "47*86"}, "call00000"),) and reply.ended
     assert conversation.observe([{"role": "tool", "content": "4042"}]) == 6
     last, answer = say(conversation, "4042", version=4)
@@ -49,10 +49,10 @@ def test_a_call_an_answer_and_the_training_mask(chat, tokenizer):
         == "<|user|>47*86?<|assistant|><<47*86>><|eos|><|system|>4042<|assistant|>4042<|eos|>"
     )
     inserted = 6
-    assert row.tokens[len(first) : len(first) + len(drawn)] == tuple(drawn)
-    assert row.mask == (*[0] * len(first), *[1] * len(drawn), *[0] * inserted, *[1] * len(answer))
-    assert row.turn == (*[-1] * len(first), *[0] * len(drawn), *[-1] * inserted, *[1] * len(answer))
-    assert row.version == (*[-1] * len(first), *[3] * len(drawn), *[-1] * inserted, *[4] * len(answer))
+    assert row.tokens[len(first) : len(first) + len(sampled)] == tuple(sampled)
+    assert row.mask == (*[0] * len(first), *[1] * len(sampled), *[0] * inserted, *[1] * len(answer))
+    assert row.turn == (*[-1] * len(first), *[0] * len(sampled), *[-1] * inserted, *[1] * len(answer))
+    assert row.version == (*[-1] * len(first), *[3] * len(sampled), *[-1] * inserted, *[4] * len(answer))
     assert row.logps == tuple(-0.5 * mask for mask in row.mask)
     rendered = tokenizer.apply_chat_template(conversation.messages, tools=[CALCULATOR], tokenize=False)
     assert tokenizer.decode(row.tokens) == rendered

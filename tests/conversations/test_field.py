@@ -46,9 +46,9 @@ CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 @pytest.mark.parametrize("name", ["glm 4.5", "qwen3", "deepseek v3", "phi 3.5"])
-@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "opened"])
-def test_the_first_end_ends_reasoning(name, drawn):
-    opening, begin = ("", "<think>") if drawn else ("...<think>\n", "")
+@pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "opened"])
+def test_the_first_end_ends_reasoning(name, sampled):
+    opening, begin = ("", "<think>") if sampled else ("...<think>\n", "")
     for text, reasoning, content in (
         ("plan</think>\n\nHTML has no </think> tag.", "plan", "HTML has no </think> tag."),
         ("a <think> b</think>c</think>d</think>", "a <think> b", "c</think>d</think>"),

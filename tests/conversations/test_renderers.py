@@ -356,8 +356,8 @@ def test_replies(name, case):
     reply = chat.parse(ids, TOOLS, opening=chat.opening(prompt))
     calls = [(call.name, dict(call.arguments)) for call in reply.calls]
     ours = {"content": reply.content, "reasoning": reply.reasoning, "calls": calls}
-    begun = chat.tokenizer.encode(header, add_special_tokens=False)
-    parsed = renderer_of(name).parse_response([*begun, *ids], tools=TOOLS, prompt_ids=None if header else prompt)
+    start_tokens = chat.tokenizer.encode(header, add_special_tokens=False)
+    parsed = renderer_of(name).parse_response([*start_tokens, *ids], tools=TOOLS, prompt_ids=None if header else prompt)
     calls = [(call.name, call.arguments) for call in parsed.tool_calls if call.status == "ok"]
     content, reasoning = parsed.content.strip(), (parsed.reasoning_content or "").strip()
     check(name, case, ours, {"content": content, "reasoning": reasoning, "calls": calls})

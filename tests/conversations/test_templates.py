@@ -90,10 +90,10 @@ def test_the_stream_is_given_and_sampled_tokens(name):
     chat = format_of(name)
     conversation = Conversation(chat, ASKED, [ADD])
     stream = list(conversation.prompt)
-    reply, drawn = say(conversation, call(name))
+    reply, sampled = say(conversation, call(name))
     assert reply.calls == (ToolCall("add", {"a": 1, "b": 2}, "call00000"),)
     assert (reply.malformed, reply.ended, reply.content) == ((), True, "")
-    stream += drawn
+    stream += sampled
     for place, said in enumerate([ANSWER, MORE]):
         inserted = conversation.observe([said])
         assert list(conversation.prompt[: len(stream)]) == stream
@@ -102,9 +102,9 @@ def test_the_stream_is_given_and_sampled_tokens(name):
         assert chat.tokenizer.decode(between) == BETWEEN[name][place]
         assert list(between) == chat.tokenizer.encode(BETWEEN[name][place], add_special_tokens=False)
         stream += between
-        reply, drawn = say(conversation, words(name))
+        reply, sampled = say(conversation, words(name))
         assert (reply.content, reply.calls, reply.ended) == ("It is 3.", (), True)
-        stream += drawn
+        stream += sampled
     [row] = conversation.sequences()
     assert list(row.tokens) == stream
     assert sum(row.mask) == sum(len(reply.tokens) for reply in conversation.replies)
@@ -180,7 +180,7 @@ def test_a_default_system_prompt_is_not_repeated(name):
 def test_a_truncated_turn_is_closed(name):
     family, chat = FAMILIES[name], format_of(name)
     conversation = Conversation(chat, ASKED, cut_turns="close")
-    reply, drawn = say(conversation, "It is")
+    reply, sampled = say(conversation, "It is")
     assert not reply.ended
     before = len(conversation.prompt)
     conversation.observe([MORE])
@@ -188,7 +188,7 @@ def test_a_truncated_turn_is_closed(name):
     end = "<|return|>" if name == "gpt-oss" else family.ends[0]
     assert between == end + BETWEEN[name][1]
     [row] = conversation.sequences()
-    assert sum(row.mask) == len(drawn)
+    assert sum(row.mask) == len(sampled)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -280,9 +280,9 @@ def test_dropped_reasoning_starts_a_further_sequence():
     assert list(second.tokens) == at_once == list(conversation.prompt)
     assert "One and two." in tokenizer.decode(first.tokens) and "One and two." not in tokenizer.decode(second.tokens)
     assert sum(second.mask) == 0
-    _, drawn = say(conversation, words("qwen3", "Three."))
+    _, sampled = say(conversation, words("qwen3", "Three."))
     first, second = conversation.sequences()
-    assert sum(second.mask) == len(drawn) and set(second.turn) == {-1, 2} and set(first.turn) == {-1, 0, 1}
+    assert sum(second.mask) == len(sampled) and set(second.turn) == {-1, 2} and set(first.turn) == {-1, 0, 1}
     conversation.observe([ANSWER])
     assert len(conversation.sequences()) == 2
 

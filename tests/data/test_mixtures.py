@@ -47,9 +47,9 @@ def test_a_step_takes_from_each_source_in_proportion_to_its_weight():
     small = [sum(number >= 60 for number in batch) for batch in batches]
     assert {len(set(batch)) for batch in batches} == {10}
     assert set(small) == {2, 3} and sum(small) == 100, "a quarter of 400, to the very problem"
-    drawn = [number for batch in batches for number in batch if number < 60]
-    assert sorted(drawn[:60]) != [*range(60)] or len(set(drawn[:54])) == 54, "each source has epochs of its own"
-    assert all(drawn.count(number) in (4, 5, 6) for number in range(60))
+    sampled = [number for batch in batches for number in batch if number < 60]
+    assert sorted(sampled[:60]) != [*range(60)] or len(set(sampled[:54])) == 54, "each source has epochs of its own"
+    assert all(sampled.count(number) in (4, 5, 6) for number in range(60))
 
 
 def test_a_mixture_resumes_where_it_was_saved():

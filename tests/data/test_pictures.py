@@ -299,12 +299,12 @@ def test_every_error_of_a_damaged_image_is_a_refusal_with_its_place(error, monke
 
 
 def test_changed_bytes_are_read_or_refused():
-    drawn = random.Random(0)
+    dice = random.Random(0)
     kinds = [encoded(corners(), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")]
     for _ in range(1000):
-        content = bytearray(drawn.choice(kinds))
-        for _ in range(drawn.choice([1, 3, 9])):
-            content[drawn.randrange(len(content))] = drawn.randrange(256)
+        content = bytearray(dice.choice(kinds))
+        for _ in range(dice.choice([1, 3, 9])):
+            content[dice.randrange(len(content))] = dice.randrange(256)
         with contextlib.suppress(Refusal):
             assert opened(url_of(bytes(content)), place="the picture").mode == "RGB"
 

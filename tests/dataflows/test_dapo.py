@@ -1,4 +1,4 @@
-"""DAPO's step: which groups are drawn, kept and trained on, and what becomes of long responses."""
+"""DAPO's step: which groups are sampled, kept and trained on, and what becomes of long responses."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def test_flat_groups_are_replaced_by_further_ones_until_the_batch_is_full():
     made = answers({0: (1, 1), 1: (1, 0), 2: (0, 0), 3: (0, 0), 4: (0, 1), 5: (1, 0)})
     result, left = made.step(PLAIN, prompts=2, copies=2, more=[2, 3, 4, 5, 6, 7])
     assert [ids for ids, _, _ in made.asked] == [(0, 1), (2, 3), (4, 5)]
-    assert left == 2  # what was not needed is not drawn
+    assert left == 2  # what was not needed is not sampled
     assert set(trained(made)) == {1, 4}  # the surplus is dropped, not the first that came
     assert len(made.minibatches) == 1
     for name, value in {"generated": 6, "kept": 2, "flat_fraction": 0.5}.items():
@@ -71,7 +71,7 @@ def test_one_minibatch_is_left_where_nothing_is_trained_on():
     assert not batch.sequences.mask_BT.any()
 
 
-def test_where_all_groups_have_spread_nothing_more_is_drawn():
+def test_where_all_groups_have_spread_nothing_more_is_sampled():
     made = answers({0: (1, 0), 1: (0, 1)})
     result, left = made.step(PLAIN, prompts=2, copies=2, more=[2, 3])
     assert (len(made.asked), left) == (1, 2)
@@ -96,7 +96,7 @@ def test_a_batch_in_which_nothing_differs_is_refused_with_what_to_do():
     assert not made.minibatches
 
 
-def test_a_prompt_that_is_drawn_again_in_one_step_is_one_group():
+def test_a_prompt_that_is_sampled_again_in_one_step_is_one_group():
     made = answers({0: (1, 0), 1: (0, 0), 2: (1, 0)})
     result, _ = made.step(PLAIN, prompts=2, copies=2, more=[1, 0, 0, 2])
     assert [ids for ids, _, _ in made.asked] == [(0, 1), (1, 0), (0, 2)]
@@ -104,8 +104,8 @@ def test_a_prompt_that_is_drawn_again_in_one_step_is_one_group():
     assert made.collected.rollout.sequences.prompt_id_B.tolist() == [0, 0, 2, 2]
 
 
-def test_scores_of_all_that_was_drawn_are_known_as_they_were_before_the_punishment():
-    """An online band is to leave out prompts that were drawn and dropped, which score all alike."""
+def test_scores_of_all_that_was_sampled_are_known_as_they_were_before_the_punishment():
+    """An online band is to leave out prompts that were sampled and dropped, which score all alike."""
     settings = replace(PLAIN, overlong=OverlongPunishment(buffer_share=0.5, factor=0.5))
     made = answers({0: (1, 1), 1: (1, 0), 2: (0, 0), 3: (1, np.nan), 4: (np.nan, np.nan), 5: (0, 1)})
     made.step(settings, prompts=2, copies=2, more=[2, 3, 4, 5], max_response_tokens=4)

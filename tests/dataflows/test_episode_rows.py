@@ -40,10 +40,10 @@ def rollout_of(episodes, width=9):
     count = len(rows)
     token_BT, turn_BT = np.zeros((count, width), np.int32), np.full((count, width), -1, np.int16)
     length_B, episode_B = np.zeros(count, np.int32), np.array([row[0] for row in rows])
-    for row, (_, before, drawn) in enumerate(rows):
-        length_B[row] = before + drawn
-        token_BT[row, : before + drawn] = 10 * row + np.arange(1, before + drawn + 1)
-        turn_BT[row, before : before + drawn] = row
+    for row, (_, before, sampled) in enumerate(rows):
+        length_B[row] = before + sampled
+        token_BT[row, : before + sampled] = 10 * row + np.arange(1, before + sampled + 1)
+        turn_BT[row, before : before + sampled] = row
     mask_BT = turn_BT >= 0
     sequences = Sequences(token_BT, length_B, mask_BT, episode_B // 2)
     record_B = episode_records(*("turns" if episode == 1 else "done" for episode in episode_B))
@@ -86,7 +86,7 @@ def test_episodes_of_one_sequence_are_left_as_they_are():
 def test_an_episode_weighs_the_same_in_one_row_and_in_several(aggregation):
     """The turns of an episode in one long sequence, and in a sequence each: the same tokens have the same weights."""
     several = rollout_of(EPISODES)
-    together = rollout_of([[(1, sum(drawn for _, drawn in sequences))] for sequences in EPISODES])
+    together = rollout_of([[(1, sum(sampled for _, sampled in sequences))] for sequences in EPISODES])
     config = replace(
         load("grpo_arithmetic"),
         algorithm=GRPO(responses_per_update=2, kl=None),
@@ -190,7 +190,7 @@ def test_what_a_limit_ended_is_left_out_of_every_update(algorithm):
         made = Played(single)
         _, metrics = made.step(algorithm, truncated=truncated)
         assert made.trained() and all(rows == wanted for rows in made.trained())
-        assert metrics["episode/ended_turns"] == 0.25  # of groups that were drawn, too
+        assert metrics["episode/ended_turns"] == 0.25  # of groups that were sampled, too
 
 
 @pytest.mark.parametrize(

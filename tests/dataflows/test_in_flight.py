@@ -66,23 +66,23 @@ class Actor:
         complete, due = until.complete, until.due
         assert complete == WANTED and until.groups == len(problems)
         self.asked.append(([one.prompt_id for one in problems], due))
-        drawn = jax.tree.map(np.array, in_progress)
+        sampled = jax.tree.map(np.array, in_progress)
         for group, one in enumerate(problems):
             left = self._left.setdefault(one.prompt_id, self.rounds.get(one.prompt_id, 1)) - 1
             self._left[one.prompt_id] = left
             if left <= 0 or in_progress.started_P[group] <= due:
-                drawn.ended_B[group * COPIES : (group + 1) * COPIES] = True
+                sampled.ended_B[group * COPIES : (group + 1) * COPIES] = True
                 del self._left[one.prompt_id]
             rows = np.flatnonzero(~in_progress.ended_B)
             rows = rows[(rows // COPIES) == group]
-            column = drawn.rollout.sequences.length_B[rows]
-            drawn.rollout.sequences.mask_BT[rows, column] = True
-            drawn.rollout.sequences.length_B[rows] += 1
+            column = sampled.rollout.sequences.length_B[rows]
+            sampled.rollout.sequences.mask_BT[rows, column] = True
+            sampled.rollout.sequences.length_B[rows] += 1
         for group, one in enumerate(problems):  # a round goes on until enough are complete
-            if drawn.complete_P.sum() < complete:
-                drawn.ended_B[group * COPIES : (group + 1) * COPIES] = True
+            if sampled.complete_P.sum() < complete:
+                sampled.ended_B[group * COPIES : (group + 1) * COPIES] = True
                 self._left.pop(one.prompt_id, None)
-        return done(drawn)
+        return done(sampled)
 
 
 def rounds_of(flight: InFlight, actor: Actor, draw: Endless, steps: range) -> list[list[int]]:
@@ -114,7 +114,7 @@ def test_a_group_that_was_put_off_as_often_as_the_staleness_lets_it_has_to_be_co
     assert [due for _, due in actor.asked] == [step - put_off for step in range(6)]
 
 
-def test_responses_keep_the_seed_that_they_began_with_and_what_was_drawn():
+def test_responses_keep_the_seed_that_they_began_with_and_what_was_sampled():
     flight, actor = InFlight(config_of()), Actor({0: 3})
     rounds_of(flight, actor, Endless(), range(2))
     place = [one.prompt_id for one in flight.problems].index(0)
@@ -133,7 +133,7 @@ def test_a_prompt_that_is_under_way_waits_until_its_group_was_taken():
     given = np.bincount(np.arange(draw.at) % 8)
     waiting = [one.prompt_id for one in flight.saved()["waiting"]]
     left = [one.prompt_id for place, one in enumerate(flight.problems) if place not in flight.saved()["free"]]
-    assert 0 in waiting or 0 in left  # it was drawn again, and nothing that was drawn is lost
+    assert 0 in waiting or 0 in left  # it was sampled again, and nothing that was sampled is lost
     np.testing.assert_array_equal(np.bincount(np.concatenate([*taken, waiting, left]).astype(int)), given)
 
 
@@ -180,7 +180,7 @@ def test_groups_under_way_go_on_with_the_sizes_that_they_began_with(changed):
 def test_rounds_are_counted():
     flight, actor = InFlight(config_of()), Actor({0: 2, 1: 2})
     rounds_of(flight, actor, Endless(), range(1))
-    # Two tokens of each group were drawn, one a response; two groups are not complete, and nobody waits complete.
+    # Two tokens of each group were sampled, one a response; two groups are not complete, and nobody waits complete.
     counts = {"put_off_groups": 2, "sampled_tokens": 12, "recomputed_tokens": 4}
     assert flight.metrics == {f"staleness/{name}": value for name, value in counts.items()}
 

@@ -117,7 +117,7 @@ def test_while_requests_wait_every_window_is_read_at_once(engine, events):
 
 
 @pytest.mark.parametrize("count", [SLOTS - 5, 2 * SLOTS])
-def test_what_is_drawn_is_what_is_drawn_one_window_after_another(engine, events, count, monkeypatch):
+def test_what_is_sampled_is_what_is_sampled_one_window_after_another(engine, events, count, monkeypatch):
     for seed in range(3):
         ahead = engine.generate(requests_of(count), Sampling(temperature=0.9), seed=seed)
         with monkeypatch.context() as patched:

@@ -156,9 +156,9 @@ def test_replay_agrees_on_equal_weights_and_not_on_others(kind):
     lora = Lora(rank=2, targets=("query", "output"))
     declared = [models.declare(model, "lm"), *([declare_adapters(model, "lm", lora)] if kind == "adapters" else [])]
     rng = np.random.default_rng(5)
-    # Adapters are drawn as large as they would be after long training.
-    drawn = jax.tree.map(lambda param: jnp.asarray(0.4 * rng.standard_normal(param.shape), jnp.float32), declared)
-    params = adapted(*drawn) if kind == "adapters" else drawn[0]
+    # Adapters are sampled as large as they would be after long training.
+    sampled = jax.tree.map(lambda param: jnp.asarray(0.4 * rng.standard_normal(param.shape), jnp.float32), declared)
+    params = adapted(*sampled) if kind == "adapters" else sampled[0]
     sampler = engine(model, records_routing=True)
     sampler.load(params, version=0)
     prompts = [tuple(rng.integers(4, 32, length).tolist()) for length in (2, 9)]
@@ -172,8 +172,8 @@ def test_replay_agrees_on_equal_weights_and_not_on_others(kind):
     np.testing.assert_allclose(same, expected, atol=1e-5)
     assert not np.asarray(router_metrics(routed, rows, model, role="actor")["router/actor_disagreement"]).any()
     # Without its adapters, or with routers that changed, the same model chooses others.
-    drawn[0]["layers"]["mlp"]["router"] *= 1 if kind == "adapters" else -1
-    _, routed = forward(drawn[0], rows, model)
+    sampled[0]["layers"]["mlp"]["router"] *= 1 if kind == "adapters" else -1
+    _, routed = forward(sampled[0], rows, model)
     assert np.asarray(router_metrics(routed, rows, model, role="actor")["router/actor_disagreement"]).max() > 0.2
 
 

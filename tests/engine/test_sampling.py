@@ -110,7 +110,7 @@ def test_slots_draw_by_their_own_settings():
 @pytest.mark.parametrize("vocab", [7, 60])
 @pytest.mark.parametrize("uniform", [0.0, 0.5, LAST_UNIFORM])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.9), Sampling(top_k=4), Sampling(greedy=True)])
-def test_minus_infinity_is_never_drawn(vocab, uniform, sampling):
+def test_minus_infinity_is_never_sampled(vocab, uniform, sampling):
     rng = np.random.default_rng(6)
     logits = np.where(rng.random(vocab) < 0.6, -np.inf, rng.normal(0, 1, vocab))
     logits[vocab // 2] = 0.3

@@ -45,11 +45,11 @@ def drive(sequences, *, slots: int, rows: int, seed: int = 0, later=()):
                     taken[slot] = 3 + placed.request.request_id % 5
         assert taken or not scheduler.unfinished, "nothing is under way and nothing is finished"
         for slot in list(taken):
-            one, drawn = scheduler.placed(slot), min(taken[slot], rng.randint(1, 4))
+            one, sampled = scheduler.placed(slot), min(taken[slot], rng.randint(1, 4))
             assert one.slot == slot
-            one.tokens += [one.request.request_id] * drawn
-            one.logps += [-0.5] * drawn
-            taken[slot] -= drawn
+            one.tokens += [one.request.request_id] * sampled
+            one.logps += [-0.5] * sampled
+            taken[slot] -= sampled
             if not taken[slot]:
                 if one.request.request_id % 2:
                     one.tokens[-1] = STOP

@@ -99,10 +99,10 @@ def test_what_cannot_be_scored_is_refused(refused):
             engine.score([tokens])
 
 
-def test_sequences_are_scored_while_others_are_drawn():
+def test_sequences_are_scored_while_others_are_sampled():
     engine = build()
     alone = engine.score(prompts(), temperature=0.9)
-    drawn = engine.generate([Request(0, prompts()[0], max_tokens=12)], Sampling(), seed=SEED)[0]
+    sampled = engine.generate([Request(0, prompts()[0], max_tokens=12)], Sampling(), seed=SEED)[0]
     with EngineService(engine) as service:
         response = service.submit(Request(0, prompts()[0], max_tokens=12), Sampling(), seed=SEED)
         futures = [service.score(tokens, temperature=0.9) for tokens in prompts()]
@@ -110,7 +110,7 @@ def test_sequences_are_scored_while_others_are_drawn():
         service.score(prompts()[1]).cancel()
         for future, scores in zip(futures, alone, strict=True):
             np.testing.assert_allclose(future.result(60).logp_T, scores.logp_T, atol=1e-5)
-        assert response.result(60) == drawn
+        assert response.result(60) == sampled
         assert not np.allclose(other.result(60).logp_T, alone[0].logp_T, atol=1e-3)
         service.hold()
         held = service.score(prompts()[0], temperature=0.9)

@@ -57,8 +57,8 @@ def completion(tokens=(5, 6, 2), logps=(-0.5, -0.25, -1.0), reason="stop"):
 
 
 def generated(weights, token=5, logp=-0.5, reason="stop"):
-    drawn = {"output_token_logprobs": [[logp, token, None]], "finish_reason": {"type": reason}}
-    return {"output_ids": [token], "meta_info": drawn | {"weight_version": str(weights)}}
+    sampled = {"output_token_logprobs": [[logp, token, None]], "finish_reason": {"type": reason}}
+    return {"output_ids": [token], "meta_info": sampled | {"weight_version": str(weights)}}
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_what_passes_is_asked_again(engine_of):
         ({"error": "no"}, "KeyError"),
     ],
 )
-def test_an_answer_that_nobody_can_have_drawn_ends_the_run(engine_of, reply, said):
+def test_an_answer_that_nobody_can_have_sampled_ends_the_run(engine_of, reply, said):
     with pytest.raises(Unreadable) as caught:
         ask(engine_of(lambda body, number: (200, reply)))
     assert said in str(caught.value) and "vllm response to request" in str(caught.value)

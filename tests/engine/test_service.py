@@ -1,4 +1,4 @@
-"""The engine as a service: requests of any thread, in any company, drawn as if they were alone."""
+"""The engine as a service: requests of any thread, in any company, sampled as if they were alone."""
 
 import threading
 import time
@@ -43,7 +43,7 @@ def service(engine):
         yield service
 
 
-def test_requests_of_several_threads_are_drawn_as_if_alone(service, alone):
+def test_requests_of_several_threads_are_sampled_as_if_alone(service, alone):
     done, heard = {}, {request.request_id: [] for request in ASKED}
 
     def ask(requests):
@@ -69,16 +69,16 @@ def test_requests_of_several_threads_are_drawn_as_if_alone(service, alone):
     assert counts.queue_s > 0
 
 
-def test_one_request_twice_at_once_is_drawn_alike(service, alone):
+def test_one_request_twice_at_once_is_sampled_alike(service, alone):
     futures = [service.submit(ASKED[0], SAMPLING, seed=SEED) for _ in range(3)]
     equal([future.result(300) for future in futures], alone[:1] * 3)
 
 
 def test_cancelled_requests_free_their_slots_and_change_no_other(service, alone):
-    begun = threading.Event()
-    cut = [service.submit(request, SAMPLING, seed=7, on_tokens=lambda *_: begun.set()) for request in ASKED[:8]]
+    started = threading.Event()
+    cut = [service.submit(request, SAMPLING, seed=7, on_tokens=lambda *_: started.set()) for request in ASKED[:8]]
     left = service.submit(ASKED[8], SAMPLING, seed=SEED)
-    begun.wait(60)
+    started.wait(60)
     for future in cut:
         future.cancel()
     equal([left.result(300)], alone[8:9])
@@ -177,9 +177,9 @@ def test_parked_slots_go_last_and_the_least_recently_used_of_them_first(engine):
 
 
 def test_a_service_that_is_held_ends_what_is_under_way_and_answers_the_rest_later(service, alone):
-    begun, now, later = threading.Event(), ASKED[:4], ASKED[4:8]
-    first = [service.submit(request, SAMPLING, seed=SEED, on_tokens=lambda *_: begun.set()) for request in now]
-    begun.wait(60)
+    started, now, later = threading.Event(), ASKED[:4], ASKED[4:8]
+    first = [service.submit(request, SAMPLING, seed=SEED, on_tokens=lambda *_: started.set()) for request in now]
+    started.wait(60)
     service.hold()
     assert all(future.done() for future in first) and not service.engine.unfinished
     second = [service.submit(request, SAMPLING, seed=SEED) for request in later]

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from compiled import most_compilations
-from tiny_models import DECODER, drawn, logits
+from tiny_models import DECODER, logits, random_params
 
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request, prefill
@@ -54,7 +54,7 @@ BORROWING = dataclasses.replace(
     borrowing_intermediate_size=96,
     layer_inputs=LayerInputs(8, 96),
 )
-PARAMS = {config: drawn(config) for config in (STATES, SPACES, BORROWING)}
+PARAMS = {config: random_params(config) for config in (STATES, SPACES, BORROWING)}
 LONGEST, RESPONSE = 40, 10
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from packed_arrays import PackedArrays
-from tiny_models import DECODER, drawn
+from tiny_models import DECODER, random_params
 
 from jaxrlhf import models
 from jaxrlhf.batch import Image, Problem
@@ -45,7 +45,7 @@ WIDTH, RESPONSE = 48, 6
 
 @functools.cache
 def weights():
-    return drawn(CONFIG)
+    return random_params(CONFIG)
 
 
 def pixels(image):
@@ -104,7 +104,7 @@ def test_the_tower_runs_once_for_all_responses():
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_samples_are_those_of_packed_rows(shares):
-    """Each drawn token's log-probability is what training computes of it, with prompts in rows once and for each."""
+    """Each sampled token's log-probability is what training computes of it, with prompts in rows once and for each."""
     batch = rollout()
     packing = PackedArrays(batch.sequences, rows=2, row_tokens=4 * WIDTH, shares=shares, vision=VISION, pixels=pixels)
 
@@ -149,7 +149,7 @@ def test_equal_tokens_with_other_images_share_nothing():
 
 @pytest.mark.slow
 def test_a_later_turn_runs_the_tower_over_new_images_alone():
-    """And is drawn as where nothing was kept."""
+    """And is sampled as where nothing was kept."""
     kept, greedy, before = engine(), Sampling(greedy=True), PROBLEMS[0]
     (first,) = kept.generate([Request(0, before.prompt_tokens, images=before.images, keep=True)], greedy, seed=0)
     tokens, images, later = (*before.prompt_tokens, *first.tokens, 5, 6), before.images, []

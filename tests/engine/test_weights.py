@@ -17,7 +17,7 @@ from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 from tests.engine.test_stages import DIMS, MODEL, SAMPLING, engine_of
 from tests.models.test_chunks import CHUNK, CONFIGS, LENGTHS, TOKENS, of_tokens, prefill
-from tests.models.test_families import GEMMA, close, drawn
+from tests.models.test_families import GEMMA, close, random_params
 
 REQUESTS = [Request(3 * group + i, (4 + group, 7, 9 - group)) for group in range(3) for i in range(3)]
 
@@ -45,7 +45,7 @@ def both_ways(config, params, token_PS, length_P, execution=models.ONE_DEVICE):
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "latents and experts")) for name in CONFIGS]
 )
 def test_prompts_run_by_layers_that_lie_apart_give_what_their_stack_gives(name):
-    params = drawn(CONFIGS[name])
+    params = random_params(CONFIGS[name])
     expected = of_tokens(prefill(CONFIGS[name], params, TOKENS, LENGTHS))
     for found in both_ways(CONFIGS[name], params, TOKENS, LENGTHS):
         close(of_tokens(found), expected)
@@ -53,7 +53,7 @@ def test_prompts_run_by_layers_that_lie_apart_give_what_their_stack_gives(name):
 
 @pytest.mark.slow
 def test_stages_run_their_own_layers_that_lie_apart():
-    mesh, params = mesh_of({"data": 2, "stage": 2, "tensor": 2}, jax.devices()), drawn(GEMMA)
+    mesh, params = mesh_of({"data": 2, "stage": 2, "tensor": 2}, jax.devices()), random_params(GEMMA)
     expected = of_tokens(prefill(GEMMA, params, TOKENS, LENGTHS))
     rows = jax.device_put((TOKENS, LENGTHS), NamedSharding(mesh, PartitionSpec(SLOT_AXES)))
     execution = models.Execution(pipeline=models.pipeline_over(mesh, ("stage",), row_axes=SLOT_AXES))
@@ -64,7 +64,7 @@ def test_stages_run_their_own_layers_that_lie_apart():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parts_of_a_stack_make_up_its_layers(name):
-    params = drawn(CONFIGS[name])
+    params = random_params(CONFIGS[name])
     jax.tree.map(
         np.testing.assert_array_equal,
         layers_apart(CONFIGS[name], params),

@@ -33,9 +33,9 @@ def run(config, workdir, **changes):
 def imitates(tmp_path_factory):
     """The policy of the cold start: it guesses seven answers in ten, and calls for the others."""
     folder = tmp_path_factory.mktemp("imitates")
-    begun = replace(load("tools_arithmetic"), workdir=str(folder / "run")).phases[0]
-    jaxrlhf.run(begun)
-    export_policy(begun.folder, folder / "policy")
+    first = replace(load("tools_arithmetic"), workdir=str(folder / "run")).phases[0]
+    jaxrlhf.run(first)
+    export_policy(first.folder, folder / "policy")
     return {"model": Pretrained(str(folder / "policy")), "cold_start": None}
 
 
@@ -51,8 +51,8 @@ def useless(expression: str) -> str:
 def assert_guesses_are_wrong(first, workdir):
     """Before, the likeliest answer is a guess and wrong."""
     assert first["eval/accuracy_at_start"] <= 0.1
-    drawn = [sample for sample in records(workdir / "samples.jsonl") if sample["step"] == 1]
-    guessed = [sample["score"] for sample in drawn if len(sample["episode"]["turns"]) == 1]
+    sampled = [sample for sample in records(workdir / "samples.jsonl") if sample["step"] == 1]
+    guessed = [sample["score"] for sample in sampled if len(sample["episode"]["turns"]) == 1]
     assert len(guessed) > 50 and sum(guessed) <= 0.1 * len(guessed)
     assert first["tool/calls_mean"] < 0.7
 

@@ -84,7 +84,7 @@ def naive_cache(query, key, value, position, *, divisor=None, cap=np.inf, window
     return out
 
 
-def drawn(*shapes):
+def random_arrays(*shapes):
     rng = np.random.default_rng(0)
     return [rng.standard_normal(shape) for shape in shapes]
 
@@ -103,7 +103,7 @@ SEGMENTS = {
 
 @pytest.mark.parametrize("kernel", ["splash", "flash"])
 def test_packed_rows_and_their_gradients_are_those_of_the_naive_reference(kernel):
-    query, key, value, weight = drawn(*[(2, 150, count, 16) for count in (6, 2, 2, 6)])
+    query, key, value, weight = random_arrays(*[(2, 150, count, 16) for count in (6, 2, 2, 6)])
     segment = np.array(SEGMENTS[150], np.int32)
     *arrays, wide = (np.asarray(array, np.float32) for array in (query, key, value, weight))
     ours = jax.jit(partial(run_rows, Execution(rows_kernel=kernel)))(*arrays, segment, wide)
@@ -122,7 +122,7 @@ def other_scores(slides=None):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["splash", "flash"])
 def test_rows_under_a_soft_cap_and_a_window_that_a_layer_may_not_have(kernel):
-    query, key, value, weight = drawn(*[(2, 18, count, 16) for count in (2, 1, 1, 2)])
+    query, key, value, weight = random_arrays(*[(2, 18, count, 16) for count in (2, 1, 1, 2)])
     segment = np.array(SEGMENTS[18], np.int32)
     arrays = [np.asarray(array, np.float32) for array in (query, key, value)]
     run = jax.jit(partial(run_rows, Execution(rows_kernel=kernel)))
@@ -142,7 +142,9 @@ def run_rows_with_sinks(execution, query, key, value, segment, weight, sinks):
 
 
 def test_sinks_take_their_share_of_rows():
-    query, key, value, weight = (np.float32(array) for array in drawn(*[(2, 18, count, 16) for count in (4, 2, 2, 4)]))
+    query, key, value, weight = (
+        np.float32(array) for array in random_arrays(*[(2, 18, count, 16) for count in (4, 2, 2, 4)])
+    )
     segment = np.array(SEGMENTS[18], np.int32)
     run = jax.jit(partial(run_rows_with_sinks, Execution(rows_kernel="flash")))
     ours = run(query, key, value, segment, weight, np.float32(SINKS))
@@ -156,7 +158,7 @@ def test_a_row_of_more_tiles_than_a_splash_kernel_can_have_takes_several(monkeyp
     monkeypatch.setattr(tpu, "_BLOCK", 128)
     monkeypatch.setattr(tpu, "_LONG_BLOCK", 128)
     monkeypatch.setattr(tpu, "_TILES", 6)  # two of the three parts of the queries, and the third
-    query, key, value, weight = drawn(*[(1, 300, count, 16) for count in (2, 1, 1, 2)])
+    query, key, value, weight = random_arrays(*[(1, 300, count, 16) for count in (2, 1, 1, 2)])
     segment = np.array([[1] * 120 + [2] * 170 + [0] * 10], np.int32)
     arrays = [np.asarray(array, np.float32) for array in (query, key, value)]
     scores = ScoreMod(OTHER["divisor"], OTHER["cap"], 140)
@@ -180,7 +182,7 @@ def test_corners_of_a_tile_say_whether_any_and_all_of_it_is_seen(window):
 
 
 def test_blocks_leave_out_keys_before_the_window_of_all_layers():
-    query, key, value = (np.asarray(x, np.float32) for x in drawn(*[(1, 150, count, 8) for count in (2, 1, 1)]))
+    query, key, value = (np.asarray(x, np.float32) for x in random_arrays(*[(1, 150, count, 8) for count in (2, 1, 1)]))
     segment = np.array([[1] * 100 + [2] * 50], np.int32)
     run = jax.jit(lambda *arrays: attend(*arrays, segment, other_scores()))
     out = naive_rows(*(np.float64(array) for array in (query, key, value)), segment, np.zeros((1, 150, 2, 8)), **OTHER)[
@@ -194,7 +196,7 @@ def test_blocks_leave_out_keys_before_the_window_of_all_layers():
 @pytest.mark.parametrize("kernel", ["xla", "pallas"])
 def test_a_token_sees_its_cache_under_a_soft_cap_inside_its_window_and_beside_sinks(kernel):
     capacity = 600
-    query, key, value = drawn((6, 4, 16), (6, 2, 16, capacity), (6, 2, capacity, 16))
+    query, key, value = random_arrays((6, 4, 16), (6, 2, 16, capacity), (6, 2, capacity, 16))
     # In the first window, across a tile's edge, across a part's, all of it, and one that has run past it.
     position = np.array([0, 3, 66, 514, capacity - 1, capacity + 9], np.int32)
     arrays = [np.asarray(array, np.float32) for array in (query, key, value)]
@@ -209,7 +211,7 @@ def test_a_token_sees_its_cache_under_a_soft_cap_inside_its_window_and_beside_si
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "capacity"), [(7, 1, 16, 700), (20, 1, 24, 65)])
 def test_a_token_attends_to_what_is_filled_of_its_cache(kernel, heads, kv_heads, head_dim, capacity):
     shapes = [(5, heads, head_dim), (5, kv_heads, head_dim, capacity), (5, kv_heads, capacity, head_dim)]
-    query, key, value = drawn(*shapes)
+    query, key, value = random_arrays(*shapes)
     # One entry, a tile, a tile and one more, all of it; and a slot that is done and has run past it.
     position = np.array([0, 15, min(64, capacity - 2), capacity - 1, capacity + 9], np.int32)
     arrays = [np.asarray(array, np.float32) for array in (query, key, value)]
@@ -218,7 +220,9 @@ def test_a_token_attends_to_what_is_filled_of_its_cache(kernel, heads, kv_heads,
 
 
 def test_the_decode_kernel_reads_nothing_past_what_is_filled():
-    query, key, value = (np.asarray(array, np.float32) for array in drawn((2, 4, 16), (2, 2, 16, 600), (2, 2, 600, 16)))
+    query, key, value = (
+        np.asarray(array, np.float32) for array in random_arrays((2, 4, 16), (2, 2, 16, 600), (2, 2, 600, 16))
+    )
     position = np.array([9, 511], np.int32)
     run = jax.jit(partial(attend_cache, execution=Execution(decode_kernel="pallas")))
     clean = run(query, key, value, position)
@@ -257,7 +261,7 @@ def test_a_token_sees_its_window_in_a_ring(kernel, monkeypatch):
     monkeypatch.setattr("jaxrlhf.models.kernels.gpu._SMALLEST_PART", 64)
     scores, there = ScoreMod(1.3, 0.8, 60), {"divisor": 1.3, "cap": 0.8, "window": 60}
     position, entries = np.array([3, 59, 99, 100, 150, 399], np.int32), 100
-    query, key, value = (np.float32(x) for x in drawn((6, 4, 16), (6, 2, 16, 400), (6, 2, 400, 16)))
+    query, key, value = (np.float32(x) for x in random_arrays((6, 4, 16), (6, 2, 16, 400), (6, 2, 400, 16)))
     expected = naive_cache(query, key, value, position, **there)
     kept = [[newest - (newest - entry) % entries for entry in range(entries)] for newest in position]
     key, value = (
@@ -296,7 +300,7 @@ def test_rows_heads_and_their_sinks_stay_where_they_are_on_a_mesh():
     head, row = ("data", None, "tensor"), ("data",)
     execution, layout = on_mesh([head, head, head, row, head, ("tensor",)])
     run = partial(run_rows_with_sinks, execution)
-    query, key, value, weight = (np.float32(x) for x in drawn(*[(4, 20, n, 8) for n in (4, 2, 2, 4)]))
+    query, key, value, weight = (np.float32(x) for x in random_arrays(*[(4, 20, n, 8) for n in (4, 2, 2, 4)]))
     arrays = query, key, value, np.ones((4, 20), np.int32), weight, np.float32(SINKS)
     program = jax.jit(run, in_shardings=layout).lower(*arrays).compile()
     expected = naive_rows(*arrays[:5], **OTHER, sinks=SINKS)
@@ -308,7 +312,7 @@ def test_rows_heads_and_their_sinks_stay_where_they_are_on_a_mesh():
 def test_slots_and_heads_stay_where_they_are_on_a_mesh():
     head, slot = ("data", "tensor"), ("data",)
     execution, layout = on_mesh([head, head, head, slot, ("tensor",)])
-    query, key, value = (np.asarray(x, np.float32) for x in drawn((4, 4, 8), (4, 2, 8, 30), (4, 2, 30, 8)))
+    query, key, value = (np.asarray(x, np.float32) for x in random_arrays((4, 4, 8), (4, 2, 8, 30), (4, 2, 30, 8)))
     arrays = query, key, value, np.array([0, 3, 17, 29], np.int32), np.float32(SINKS)
 
     def run(*arrays):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from compiled import to_read
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_models import DECODER, close, drawn
+from tiny_models import DECODER, close, random_params
 
 from jaxrlhf import models
 from jaxrlhf.models.attention.chunks import Chunk, attend_chunk
@@ -46,7 +46,7 @@ def whole():
 
     @functools.cache
     def run(config):
-        params = drawn(config)
+        params = random_params(config)
         return params, of_tokens(prefill(config, params, TOKENS, LENGTHS))
 
     return run
@@ -134,7 +134,7 @@ def test_half_precision_is_as_near_to_single_as_whole_prompts_are(whole):
 
 def test_chunks_past_the_longest_prompt_are_not_run():
     """Their keys stay as they were made."""
-    _, prefix, _ = prefill(DENSE, drawn(DENSE), TOKENS, np.minimum(LENGTHS, 7), chunk_tokens=CHUNK)
+    _, prefix, _ = prefill(DENSE, random_params(DENSE), TOKENS, np.minimum(LENGTHS, 7), chunk_tokens=CHUNK)
     assert np.asarray(prefix.key_LPSKH)[:, :, :10].all() and not np.asarray(prefix.key_LPSKH)[:, :, 10:].any()
 
 

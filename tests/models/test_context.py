@@ -7,7 +7,7 @@ import jax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from split_tokens import compiled, execution_on, mesh_with, packed, program
-from tiny_models import DECODER, close, drawn
+from tiny_models import DECODER, close, random_params
 
 from jaxrlhf import models
 from jaxrlhf.models.attention.head_exchange import exchanged_heads
@@ -54,7 +54,7 @@ def whole():
 
     def of(kind):
         if kind not in known:
-            known[kind] = program(KINDS[kind], models.ONE_DEVICE)(drawn(KINDS[kind]), packed())
+            known[kind] = program(KINDS[kind], models.ONE_DEVICE)(random_params(KINDS[kind]), packed())
         return known[kind]
 
     return of
@@ -87,7 +87,7 @@ def whole():
 )
 def test_parts_of_rows_give_what_whole_rows_give(whole, kind, sizes):
     config, mesh = KINDS[kind], mesh_with(sizes)
-    params = jax.device_put(drawn(config), shardings(mesh, models.param_dims(config, "lm"), TRAIN))
+    params = jax.device_put(random_params(config), shardings(mesh, models.param_dims(config, "lm"), TRAIN))
     rows = jax.device_put(packed(), NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
     close(program(config, execution_on(mesh, config))(params, rows), whole(kind), 5e-6)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from compiled import to_read
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from tiny_models import DECODER, close, drawn
+from tiny_models import DECODER, close, random_params
 
 from jaxrlhf import models
 from jaxrlhf.models.kernels import cpu
@@ -21,7 +21,7 @@ ROWS, WIDTH = 4, 18
 
 @pytest.fixture(scope="module")
 def params():
-    return drawn(CONFIG)
+    return random_params(CONFIG)
 
 
 @pytest.fixture(scope="module")

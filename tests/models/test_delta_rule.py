@@ -13,7 +13,7 @@ ROWS, WIDTH, CUTS = 2, 150, ((20, 70), (128, 129))
 """Three segments of each row: they end inside of chunks of 64, at the end of one, and after one token."""
 
 
-def drawn():
+def random_steps():
     draw = np.random.default_rng(0).standard_normal
     heads, group, key_dim, value_dim = 2, 3, 8, 5
     query, key = (unit(draw((ROWS, WIDTH, heads, key_dim), np.float32)) for _ in range(2))
@@ -41,7 +41,7 @@ def one_by_one(steps, segment_RW, state, *, corrects):
 
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta rule", "state space"])
 def test_chunks_and_tokens_give_the_same_values_states_and_gradients(corrects):
-    steps = drawn()
+    steps = random_steps()
     place_W = np.arange(WIDTH)
     segment_RW = np.array([1 + sum(place_W >= cut for cut in cuts) for cuts in CUTS], np.int32)
     state = np.random.default_rng(1).standard_normal((ROWS, 2, 3, 8, 5), np.float32)

@@ -46,13 +46,13 @@ def exported(request, tmp_path_factory):
 def greedy(directory):
     """Tokens that transformers draws."""
     model = again(directory)
-    drawn = []
+    sampled = []
     for prompt in PROMPTS:
         given = torch.tensor([prompt])
         count = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
         whole = model.generate(given, attention_mask=torch.ones_like(given), do_sample=False, **count)
-        drawn.append(whole[0, len(prompt) :].tolist())
-    return drawn
+        sampled.append(whole[0, len(prompt) :].tolist())
+    return sampled
 
 
 def held(directory):

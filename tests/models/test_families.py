@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_models import DECODER, close, drawn
+from tiny_models import DECODER, close, random_params
 
 from jaxrlhf import models
 from jaxrlhf.models.config import Experts, LatentAttention, LinearRope, YarnRope
@@ -100,7 +100,7 @@ def program(config, gradients, **how):
     ids=["gemma-stages", "olmo"],
 )
 def test_eight_devices_say_what_one_says(config, sizes, gradients):
-    mesh, params, rows = mesh_of(sizes, jax.devices()), drawn(config), packed()
+    mesh, params, rows = mesh_of(sizes, jax.devices()), random_params(config), packed()
     by_row = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
     pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=WEIGHT_AXES)
     execution = models.Execution(remat=True, mesh=mesh, row_axes=BATCH_AXES, pipeline=pipeline)
@@ -111,7 +111,7 @@ def test_eight_devices_say_what_one_says(config, sizes, gradients):
 
 
 def test_soft_capped_logits_have_the_gradient_of_their_formula():
-    params, rows = drawn(GEMMA), packed()
+    params, rows = random_params(GEMMA), packed()
 
     def plain(params):
         hidden_RWD = models.hidden_states(params, GEMMA, *rows).hidden_RWD
@@ -146,7 +146,7 @@ def through_the_cache(params, token_RW, execution=models.ONE_DEVICE):
 def test_decoding_through_the_caches_of_two_stages_is_the_full_forward(transposed_from, monkeypatch):
     monkeypatch.setattr(cpu, "MANY_INPUTS", 1)
     monkeypatch.setattr(cpu, "MANY_WEIGHTS", transposed_from)
-    params, token_RW = drawn(GEMMA), tokens()
+    params, token_RW = random_params(GEMMA), tokens()
     hidden_RWD = hidden_states(params, GEMMA, token_RW)
     mesh = mesh_of({"stage": 2}, jax.devices()[:2])
     pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=())
@@ -160,7 +160,9 @@ def test_layers_of_two_kinds_are_not_divided_over_stages():
     pipeline = models.pipeline_over(mesh_of({"stage": 2}, jax.devices()[:2]), STAGE_AXES, row_axes=())
     staged = models.Execution(pipeline=pipeline)
     with pytest.raises(ValueError, match=r"first 1 of 3 layers have no experts.* over 2 stages"):
-        jax.eval_shape(lambda params: models.unstack_layers(params, DEEPSEEK, execution=staged), drawn(DEEPSEEK))
+        jax.eval_shape(
+            lambda params: models.unstack_layers(params, DEEPSEEK, execution=staged), random_params(DEEPSEEK)
+        )
     with pytest.raises(ValueError, match="dense_layers=3 of num_layers=3 requires experts in the later layers"):
         dataclasses.replace(DEEPSEEK, dense_layers=3)
     with pytest.raises(ValueError, match=r"activation='gelu_tanh' differs from experts\.activation=silu"):

@@ -53,7 +53,7 @@ def naive_pages(query, pages, table, position, *, divisor=None, cap=np.inf, wind
     return out
 
 
-def drawn(*, heads, kv_heads, head_dim, page_tokens=16, width=None):
+def random_arrays(*, heads, kv_heads, head_dim, page_tokens=16, width=None):
     """Slots with one entry, a page, a page and one more; all pages; two of three pages, and run past them."""
     rng = np.random.default_rng(0)
     table = rng.permutation(17)[:15].reshape(5, 3)
@@ -73,7 +73,7 @@ def drawn(*, heads, kv_heads, head_dim, page_tokens=16, width=None):
     [("xla", 4, 2, 8, 8), ("xla", 7, 1, 12, 16), ("pallas", 4, 2, 16, 16), ("pallas", 20, 1, 24, 24)],
 )
 def test_a_token_attends_to_what_is_filled_of_its_pages(kernel, heads, kv_heads, head_dim, width):
-    arrays = drawn(heads=heads, kv_heads=kv_heads, head_dim=head_dim, width=width)
+    arrays = random_arrays(heads=heads, kv_heads=kv_heads, head_dim=head_dim, width=width)
     sinks = np.linspace(-1, 2, heads, dtype=np.float32)
     other = ScoreMod(OTHER["divisor"], OTHER["cap"], OTHER["window"], sink_N=sinks)
     for scores, there in ((PLAIN, {}), (other, OTHER | {"sinks": sinks})):
@@ -85,7 +85,7 @@ def test_the_kernel_that_comes_with_jax_for_tpu_computes_the_same(monkeypatch):
     # It has no switch that has it interpreted, and its literal indices trip the interpreter.
     monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
     monkeypatch.setattr(TypedInt, "shape", (), raising=False)
-    arrays = drawn(heads=4, kv_heads=2, head_dim=64, width=128)
+    arrays = random_arrays(heads=4, kv_heads=2, head_dim=64, width=128)
     run = jax.jit(partial(attend_pages, execution=Execution(pages_kernel="ragged")))
     for slides in (True, False):
         there = OTHER if slides else OTHER | {"window": np.inf}
@@ -95,7 +95,7 @@ def test_the_kernel_that_comes_with_jax_for_tpu_computes_the_same(monkeypatch):
 
 @pytest.mark.parametrize("kernel", ["xla", "pallas"])
 def test_a_layer_may_have_no_window_where_others_have(kernel):
-    arrays = drawn(heads=2, kv_heads=1, head_dim=16)
+    arrays = random_arrays(heads=2, kv_heads=1, head_dim=16)
     run = jax.jit(partial(attend_pages, execution=Execution(pages_kernel=kernel)))
     for slides in (True, False):
         scores = ScoreMod(OTHER["divisor"], OTHER["cap"], OTHER["window"], jnp.array(slides))
@@ -103,7 +103,7 @@ def test_a_layer_may_have_no_window_where_others_have(kernel):
 
 
 def test_the_gpu_kernel_reads_nothing_past_what_is_filled():
-    query, pages, table, position = drawn(heads=4, kv_heads=2, head_dim=16)
+    query, pages, table, position = random_arrays(heads=4, kv_heads=2, head_dim=16)
     run = jax.jit(partial(attend_pages, execution=Execution(pages_kernel="pallas")))
     clean = run(query, pages, table, position)
     filled = np.zeros(pages.shape[:2], bool)
@@ -150,7 +150,7 @@ def test_the_gpu_kernel_reads_a_shared_prompt_once_for_several_slots(heads, kv_h
 
 
 def test_an_entry_is_written_where_the_table_says_and_nowhere_without_a_page():
-    query, pages, table, _ = drawn(heads=2, kv_heads=2, head_dim=3, width=4)
+    query, pages, table, _ = random_arrays(heads=2, kv_heads=2, head_dim=3, width=4)
     before = LayerPages(jnp.array(pages), jnp.array(table))
     # Entries 0 and 1, 15 and 16 of two pages; past the table; 16 and 17 without their page; 31, and 32 past the table.
     position = np.array([0, 15, 48, 16, 31], np.int32)[:, None] + np.arange(2, dtype=np.int32)

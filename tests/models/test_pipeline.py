@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from compiled import to_read
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_models import DECODER, close, drawn
+from tiny_models import DECODER, close, random_params
 
 from jaxrlhf import models
 from jaxrlhf.models.attention.attention import ROWS as ROWS_KERNELS
@@ -25,7 +25,7 @@ DIMS = models.param_dims(CONFIG, "lm")
 
 @pytest.fixture(scope="module")
 def params():
-    return drawn(CONFIG)
+    return random_params(CONFIG)
 
 
 @pytest.fixture(scope="module")

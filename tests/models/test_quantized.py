@@ -151,8 +151,8 @@ def test_what_is_quantised_are_the_matrices_of_layers(case):
 
 
 def test_changes_through_a_frozen_matrix_are_those_of_its_floats():
-    drawn = (jax.random.normal(jax.random.key(place), shape) for place, shape in enumerate([(5, 6, 4), (6, 4, 64)]))
-    input_TNH, weight = drawn
+    sampled = (jax.random.normal(jax.random.key(place), shape) for place, shape in enumerate([(5, 6, 4), (6, 4, 64)]))
+    input_TNH, weight = sampled
     few_bits = quantize(weight, "nf4")
 
     def change(weight):

@@ -28,7 +28,7 @@ def responses(seed: int, *, prompt: int = 110, response: int = 270) -> Sequences
     return Sequences(token_BT, length_B.astype(np.int32), mask_BT, prompt_id_B)
 
 
-def drawn(shape, seed):
+def random_array(shape, seed):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
@@ -80,8 +80,10 @@ def test_results_and_gradients_are_those_of_each_sequence_alone() -> None:
     assert used[0] > 4 and used[1] > 2  # more than a loop takes at a time
     for index, rows in enumerate(batches):
         size = rows.token_RW.shape[1]
-        arrays = [drawn((1, size, heads, WIDTH), index + n) for n, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
-        weight = drawn((1, size, HEADS, WIDTH), 9) * (rows.segment_RW > 0)[:, :, None, None]
+        arrays = [
+            random_array((1, size, heads, WIDTH), index + n) for n, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
+        ]
+        weight = random_array((1, size, HEADS, WIDTH), 9) * (rows.segment_RW > 0)[:, :, None, None]
         found, expected = both(arrays, weight, rows.shared_prefix, places_of(rows))
         for ours, naive in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(ours, naive, atol=3e-5)
@@ -98,8 +100,8 @@ def test_long_prompts_attend_once_for_all_their_responses() -> None:
     np.testing.assert_array_equal(rows.token_RW, whole.token_RW)
     size, inside_W = rows.token_RW.shape[1], rows.segment_RW[0] > 0
     assert rows.shared_prefix.group_RW.max() > 1 and not inside_W.all()
-    arrays = [drawn((1, size, heads, WIDTH), n) for n, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
-    weight = drawn((1, size, HEADS, WIDTH), 9) * inside_W[None, :, None, None]
+    arrays = [random_array((1, size, heads, WIDTH), n) for n, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
+    weight = random_array((1, size, HEADS, WIDTH), 9) * inside_W[None, :, None, None]
     found, expected = both(arrays, weight, rows.shared_prefix, places_of(whole), window=150)
     for ours, naive in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours[0, inside_W], naive[0, inside_W], atol=3e-5)

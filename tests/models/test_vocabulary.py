@@ -105,11 +105,11 @@ def test_samples_are_of_the_vocabulary(given):
     )
     engine.load(jax.device_put(params, layout_of(config, mesh, GENERATE)), version=0)
     requests = [Request(index, (index, 96, 5)) for index in range(8)]
-    # So hot that a padded row would be drawn at once, and noise of 50 would be all that is drawn.
-    drawn = [
+    # So hot that a padded row would be sampled at once, and noise of 50 would be all that is sampled.
+    sampled = [
         token for response in engine.generate(requests, Sampling(temperature=5.0), seed=7) for token in response.tokens
     ]
-    assert len(drawn) == 8 * 16 and max(drawn) < VOCAB and len(set(drawn)) > 40
+    assert len(sampled) == 8 * 16 and max(sampled) < VOCAB and len(set(sampled)) > 40
 
 
 def test_logits_have_no_padding(given):
@@ -133,8 +133,8 @@ def test_tables_are_padded_the_same_whatever_they_are_split_over(tokens, rows):
 
 
 def test_random_tables_end_in_zeros():
-    drawn = jax.jit(lambda key: models.init_params(small(97), "lm", key)["embed"])(jax.random.key(0))
-    assert drawn[:97].all() and not drawn[97:].any()
+    sampled = jax.jit(lambda key: models.init_params(small(97), "lm", key)["embed"])(jax.random.key(0))
+    assert sampled[:97].all() and not sampled[97:].any()
 
 
 def test_ids_beyond_the_embedding_are_refused_however_few_tokens_there_are(refused):

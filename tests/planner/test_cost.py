@@ -187,7 +187,7 @@ def test_copies_on_two_machines_meet_over_the_network(layout: Layout, moved: flo
 RATES = ("matmul_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s")
 
 
-def drawn(rng: random.Random):
+def random_case(rng: random.Random):
     """Sample a model, a layout of sixteen devices, software and hardware."""
     sizes = dict.fromkeys(("data", "fsdp", "stage", "tensor"), 1)
     for _ in range(4):
@@ -219,7 +219,7 @@ def test_faster_machines_are_never_slower_and_no_part_is_negative() -> None:
     rng = random.Random(0)
     gained = dict.fromkeys(RATES, 0)
     for _ in range(300):
-        role, layout, software, hardware = drawn(rng)
+        role, layout, software, hardware = random_case(rng)
         costs = everything(role, layout, software, hardware)
         assert all(0 <= part < FREE for cost in costs for part in parts(cost))
         for name in RATES:
@@ -233,7 +233,7 @@ def test_faster_machines_are_never_slower_and_no_part_is_negative() -> None:
 def test_experts_that_are_not_met_never_cost_more_than_a_dense_model_of_all() -> None:
     rng = random.Random(1)
     for _ in range(100):
-        role, layout, software, hardware = drawn(rng)
+        role, layout, software, hardware = random_case(rng)
         sparse = replace(GROUPED, experts=Experts(8, rng.choice([1, 2, 4]), 16))
         dense = replace(GROUPED, experts=Experts(8, 8, 16))
         pairs = (everything(dataclasses.replace(role, model=model), layout, software, hardware)

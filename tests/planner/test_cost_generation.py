@@ -164,7 +164,7 @@ def test_stages_of_generation_save_no_time() -> None:
 def test_experts_are_read_if_any_token_draws_them() -> None:
     for (count, per_token), tokens in itertools.product([(4, 1), (4, 2), (3, 2), (4, 4)], [1, 2, 3]):
         draws = list(itertools.combinations(range(count), per_token))
-        hit = [len(set().union(*drawn)) for drawn in itertools.product(draws, repeat=tokens)]
+        hit = [len(set().union(*sampled)) for sampled in itertools.product(draws, repeat=tokens)]
         model = replace(ROUTED, experts=Experts(count, per_token, 16))
         assert experts_read(model, tokens) == pytest.approx(sum(hit) / len(hit))
     assert experts_read(DENSE, 1) is None

@@ -31,9 +31,9 @@ class Turns:
         self.mean = float(np.mean(rows))
 
     def sample(self, rng: np.random.Generator, groups: int, copies: int) -> np.ndarray:
-        drawn = [self.rows[(self.next + index) % len(self.rows)] for index in range(groups)]
+        sampled = [self.rows[(self.next + index) % len(self.rows)] for index in range(groups)]
         self.next += groups
-        return np.array(drawn, np.int64).reshape(groups, copies)
+        return np.array(sampled, np.int64).reshape(groups, copies)
 
 
 @pytest.mark.parametrize(("learn_s", "step_s"), [(3.0, 10.0), (25.0, 25.0)])
@@ -108,9 +108,9 @@ def test_no_group_is_older_than_the_staleness():
 
 
 def test_lognormal_lengths_have_their_mean_and_tail():
-    drawn = LognormalLengths(100, 400, 10_000).sample(np.random.default_rng(0), 20_000, 5)
-    assert np.mean(drawn) == pytest.approx(100.5, rel=0.01)  # lengths are rounded up
-    assert np.quantile(drawn, 0.99) == pytest.approx(400, rel=0.02)
+    sampled = LognormalLengths(100, 400, 10_000).sample(np.random.default_rng(0), 20_000, 5)
+    assert np.mean(sampled) == pytest.approx(100.5, rel=0.01)  # lengths are rounded up
+    assert np.quantile(sampled, 0.99) == pytest.approx(400, rel=0.02)
     cut = LognormalLengths(100, 400, 150)
     assert cut.sample(np.random.default_rng(0), 20_000, 5).max() == 150
     assert cut.mean == pytest.approx(np.mean(cut.sample(np.random.default_rng(0), 20_000, 5)) - 0.5, rel=0.01)
@@ -123,8 +123,8 @@ def test_lengths_of_a_run_stay_with_their_prompts(tmp_path):
     lengths = read_lengths(tmp_path / "samples.jsonl")
     assert isinstance(lengths, MeasuredLengths)
     assert lengths.mean == 29.25
-    drawn = {tuple(sorted(group)) for group in lengths.sample(np.random.default_rng(0), 20, 2).tolist()}
-    assert drawn == {(3, 4), (50, 60)}
+    sampled = {tuple(sorted(group)) for group in lengths.sample(np.random.default_rng(0), 20, 2).tolist()}
+    assert sampled == {(3, 4), (50, 60)}
 
 
 @pytest.mark.parametrize(

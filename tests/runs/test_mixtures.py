@@ -70,7 +70,7 @@ def whole(config, programs, undrawn):
     return result
 
 
-def test_each_source_is_drawn_scored_and_evaluated_by_itself(whole):
+def test_each_source_is_sampled_scored_and_evaluated_by_itself(whole):
     steps = records(whole.workdir / "metrics.jsonl")
     assert [step["source/sums/prompts"] for step in steps] == [3.0] * 4
     assert all(step["source/odd/score"] == 1.0 and "score/odd/format" in step for step in steps)

@@ -105,11 +105,11 @@ def test_killed_five_times(start, undisturbed, tmp_path):
 
 @pytest.mark.seeds
 def test_killed_25_times_at_random(start, undisturbed, tmp_path):
-    drawn, begun = random.Random(0), time.monotonic()
+    dice, started = random.Random(0), time.monotonic()
     assert start(tmp_path / "whole").returncode == 0
-    ticks, kills, workdir = int(100 * (time.monotonic() - begun)), 0, tmp_path / "0"
+    ticks, kills, workdir = int(100 * (time.monotonic() - started)), 0, tmp_path / "0"
     while kills < 25:
-        done = start(workdir, "SIGKILL", "clock", drawn.randint(1, ticks))
+        done = start(workdir, "SIGKILL", "clock", dice.randint(1, ticks))
         if done.returncode:
             assert done.returncode == KILLED, done.stderr
             kills += 1
@@ -175,7 +175,7 @@ def test_stopped_three_times(start, undisturbed, tmp_path):
     assert done.returncode == 2
     assert "already holds a run, but resume=False" in done.stderr
 
-    # In the last step of the cold start: the main stage is not begun.
+    # In the last step of the cold start: the main stage has not started.
     done = start(tmp_path, "SIGTERM", "update", 1)
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
     assert "stopped after saving" in done.stdout

@@ -44,8 +44,8 @@ def test_decoded_texts_and_ids_equal_the_engines(asked):
         ids = jetstream_pb2.DecodeRequest(
             token_content=jetstream_pb2.DecodeRequest.TokenContent(token_ids=prompt), max_tokens=9
         )
-        drawn = [one for part in client.Decode(ids) for one in part.stream_content.samples[0].token_ids]
-        assert drawn == tokens
+        sampled = [one for part in client.Decode(ids) for one in part.stream_content.samples[0].token_ids]
+        assert sampled == tokens
         words = jetstream_pb2.DecodeRequest(
             text_content=jetstream_pb2.DecodeRequest.TextContent(text=text), max_tokens=9
         )
@@ -66,8 +66,8 @@ def test_more_requests_than_slots_are_answered(asked):
         for prompt in prompts
     ]
     for prompt, stream in zip(prompts, streams, strict=True):
-        drawn = [one for part in stream for one in part.stream_content.samples[0].token_ids]
-        assert drawn == [one for one in expected(model, prompt, 5) if one not in model.stop_tokens]
+        sampled = [one for part in stream for one in part.stream_content.samples[0].token_ids]
+        assert sampled == [one for one in expected(model, prompt, 5) if one not in model.stop_tokens]
     assert client.HealthCheck(jetstream_pb2.HealthCheckRequest()).is_live
 
 

@@ -53,8 +53,8 @@ def test_continued_calls_are_one_sequence_of_sampled_ids(book, model, by_key):
     assert sorted(set(sequence.turn)) == [-1, 0, 1, 2, 3]
     text = model.tokenizer.decode(sequence.tokens, skip_special_tokens=False)
     for turn, words in enumerate(told):
-        drawn = [token for token, of in zip(sequence.tokens, sequence.turn, strict=True) if of == turn]
-        assert model.form.parse(drawn).content == words
+        sampled = [token for token, of in zip(sequence.tokens, sequence.turn, strict=True) if of == turn]
+        assert model.form.parse(sampled).content == words
     assert text.count("And ") == 3
     for mask, logp, version in zip(sequence.mask, sequence.logps, sequence.version, strict=True):
         assert (logp < 0, version == 4) == (bool(mask), bool(mask))
@@ -105,8 +105,8 @@ def test_branches_share_sampled_tokens_and_train_them_once(book, model):
     assert len(recorded.sequences) == 5
     continued = [sequence for sequence in recorded.sequences if 1 in sequence.turn]
     assert sorted(0 in sequence.turn for sequence in continued) == [False, True]
-    drawn = sum(sum(sequence.mask) for sequence in recorded.sequences)
-    assert drawn <= 6 * 12
+    sampled = sum(sum(sequence.mask) for sequence in recorded.sequences)
+    assert sampled <= 6 * 12
 
 
 @pytest.mark.parametrize(("together", "order"), [(False, "915"), (True, "159")])

@@ -109,11 +109,11 @@ def test_chat_with_images_equals_the_engines_completion(sees):
     request = Request(0, prompt, max_tokens=8, images=tuple(found), stop_tokens=stops)
     expected = model.service.submit(request, Sampling(), seed=3).result(timeout=120)
     assert tuple(choice.token_ids) == expected.tokens
-    drawn = [each.logprob for each in choice.logprobs.content]
-    np.testing.assert_allclose(drawn, expected.logps, atol=1e-5)
+    sampled = [each.logprob for each in choice.logprobs.content]
+    np.testing.assert_allclose(sampled, expected.logps, atol=1e-5)
     other = chat(client, parts("what is ", url(1), " and ", url(0), "?"))
     assert other.prompt_token_ids == choice.prompt_token_ids
-    assert abs(other.logprobs.content[0].logprob - drawn[0]) > 1e-4 or other.token_ids != choice.token_ids
+    assert abs(other.logprobs.content[0].logprob - sampled[0]) > 1e-4 or other.token_ids != choice.token_ids
 
 
 def test_session_continues_only_with_equal_images(sees):
@@ -136,8 +136,8 @@ def test_session_continues_only_with_equal_images(sees):
     token = model.images.placeholders.token
     for sequence in recorded.sequences:
         places = [one.start + n for one in sequence.images for n in range(one.tokens)]
-        drawn = np.array(sequence.mask, bool)
-        assert np.flatnonzero((np.array(sequence.tokens) == token) & ~drawn).tolist() == places
+        sampled = np.array(sequence.mask, bool)
+        assert np.flatnonzero((np.array(sequence.tokens) == token) & ~sampled).tolist() == places
     assert other.prompt_token_ids[: len(first.prompt_token_ids)] == first.prompt_token_ids
 
 

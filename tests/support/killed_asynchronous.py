@@ -37,7 +37,7 @@ class Death:
     """A moment of a step, counted from 1, at which the process is killed.
 
     Attributes:
-      moment: `generate`, tokens of the collection that this step begins are drawn; `update`, a gradient of the actor
+      moment: `generate`, tokens of the collection that this step begins are sampled; `update`, a gradient of the actor
         is computed and not applied yet; `log`, the step is written down and not saved; `write`, half of the responses
         that wait or go on is in its checkpoint; `commit`, that is complete but for its last rename.
       count: The so many-th time of the moment within the step.
@@ -111,7 +111,7 @@ def arm(death: Death, config: Config, workdir: Path) -> None:
         collecting = number + 1 - self.config.steps_ahead
         return original(self, number, *args)
 
-    def drawn(original: Callable, self: Engine) -> object:
+    def sampled(original: Callable, self: Engine) -> object:
         result = original(self)
         reached(collecting)
         return result
@@ -136,7 +136,7 @@ def arm(death: Death, config: Config, workdir: Path) -> None:
     hook(Loop, "_step", step)
     if death.moment == "generate":
         hook(OffPolicy, "_collected", collected)
-        hook(Engine, "step", drawn)
+        hook(Engine, "step", sampled)
     if death.moment == "update":
         hook(TrainedWorker, "gradient", added)
     if death.moment == "write":

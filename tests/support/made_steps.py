@@ -88,7 +88,7 @@ class Made:
         return done({})
 
     def step(self, algorithm: Algorithm, *, prompts: int, copies: int, more: Sequence[int] = (), **settings):
-        """One step of an algorithm on problems 0, 1, ...; `more` are the ids that are drawn after them."""
+        """One step of an algorithm on problems 0, 1, ...; `more` are the ids that are sampled after them."""
         rollout = Rollout(prompts_per_step=prompts, responses_per_prompt=copies, **settings)
         config = checked(Config("made", algorithm, steps=1, model=FromScratch(), data=Arithmetic(), rollout=rollout))
         left = [problem(number) for number in more]

@@ -139,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(forms.get(self.path, self._load)(body))
 
     def _vllm(self, body) -> bytes:
-        _, tokens, logps, reason, choice_TLk = self._drawn(body["prompt"], body)
+        _, tokens, logps, reason, choice_TLk = self._sampled(body["prompt"], body)
         choice = {"index": 0, "text": "", "finish_reason": reason, "routed_experts": written(choice_TLk)}
         if body["return_token_ids"]:
             choice["token_ids"] = tokens
@@ -151,14 +151,14 @@ class _Handler(BaseHTTPRequestHandler):
         parts = body["content_parts"]
         assert {part["type"] for part in parts} == {"image_url"} and not self.server.counts_on
         urls = [part["url"] for part in parts]
-        prompt, tokens, logps, reason, choice_TLk = self._drawn(body["token_ids"], body["sampling_params"], urls)
+        prompt, tokens, logps, reason, choice_TLk = self._sampled(body["token_ids"], body["sampling_params"], urls)
         content = [{"token_id": token, "logprob": logp} for token, logp in zip(tokens, logps, strict=True)]
         choice = {"index": 0, "finish_reason": reason, "token_ids": tokens, "logprobs": {"content": content}}
         choice["routed_experts"] = written(choice_TLk)
         seen = prompt if body["return_token_ids"] else None
         return json.dumps({"output_mode": "tokens", "prompt_token_ids": seen, "choices": [choice]}).encode()
 
-    def _drawn(self, prompt, given, urls=()):
+    def _sampled(self, prompt, given, urls=()):
         """Sample with the given settings, which have the same names in both interfaces of vLLM."""
         self.server.asked.append({"prompt": prompt, "images": len(urls)})
         ends = {"most": given["max_tokens"], "stop": given["stop_token_ids"]}

@@ -36,7 +36,7 @@ SMALL = ModelConfig(
 """A smaller one, for engines."""
 
 
-def drawn(config):
+def random_params(config):
     """Weights large enough that every part shows, norms and biases included."""
     rng = np.random.default_rng(0)
 
@@ -48,7 +48,7 @@ def drawn(config):
 
 @functools.cache
 def gaussian(config):
-    """Every entry from one normal distribution, norms, biases and sinks too; drawn on the host, once."""
+    """Every entry from one normal distribution, norms, biases and sinks too; sampled on the host, once."""
     rng = np.random.default_rng(3)
     shapes = models.param_shapes(config, "lm")
     return jax.tree.map(lambda leaf: np.float32(0.3 * rng.standard_normal(leaf.shape)), shapes)
@@ -57,7 +57,7 @@ def gaussian(config):
 def sharp(config, seed=3, deviation=0.2):
     """Weights of this standard deviation, so that distributions are far from uniform; norms 1 and biases 0 stay.
 
-    Drawn on the host: random numbers of each shape would be a program.
+    Sampled on the host: random numbers of each shape would be a program.
     """
     rng = np.random.default_rng(seed)
     parts = {"normal": deviation, "ones": 0.0, "zeros": 0.0}
@@ -121,7 +121,7 @@ def close(ours, theirs, tolerance=1e-5):
 
 
 def same_responses(ours, theirs, *, atol=1e-5):
-    """Completions of the same requests, drawn alike."""
+    """Completions of the same requests, sampled alike."""
     for one, other in zip(ours, theirs, strict=True):
         assert (one.request_id, one.tokens, one.truncated) == (other.request_id, other.tokens, other.truncated)
         np.testing.assert_allclose(one.logps, other.logps, atol=atol)

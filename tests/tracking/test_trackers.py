@@ -110,8 +110,8 @@ def test_tensorboard_hides_events_of_an_earlier_run(tmp_path, resumed, hidden_fr
     assert [(step, one.tag, one.simple_value) for step, one in values if not one.HasField("tensor")] == [
         (5, "score/mean", 0.25)
     ]
-    [begun] = [event for event in events if event.session_log.status == event.session_log.START]
-    assert begun.step == hidden_from
+    [start] = [event for event in events if event.session_log.status == event.session_log.START]
+    assert start.step == hidden_from
     [table] = [one.tensor.string_val[0].decode() for _, one in values if one.HasField("tensor")]
     head, line, row = table.splitlines()
     assert head.count("|") == line.count("|") == row.count("|")

@@ -305,7 +305,7 @@ def test_what_samples_nothing_has_no_staleness():
         checked(replace(config, algorithm=SFT(examples_per_update=2)))
 
 
-def test_problems_are_not_left_out_by_scores_that_come_after_they_are_drawn():
+def test_problems_are_not_left_out_by_scores_that_come_after_they_are_sampled():
     with pytest.raises(Refusal, match=r"selection\.online filters problems"):
         checked(replace(config_of(1), selection=Selection(online=True)))
 

@@ -202,7 +202,7 @@ class Dynamic(GRPO):
 
 
 @pytest.mark.parametrize(("algorithm", "known"), [(GRPO, {0: 0.5, 1: 0.5}), (Dynamic, {0: 0.5, 7: 1.0})])
-def test_the_loader_is_told_of_every_group_that_was_drawn(algorithm, known):
+def test_the_loader_is_told_of_every_group_that_was_sampled(algorithm, known):
     told = []
     run([], algorithm=algorithm, online=True, loader__observe=told.append)
     assert told == [known, known]

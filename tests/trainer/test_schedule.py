@@ -96,7 +96,7 @@ def test_one_step_off_is_a_schedule_of_a_few_lines_and_no_algorithm_knows():
     assert asked == run(Synchronous)[1], "the same prompts in the same order"
 
 
-def test_what_was_drawn_before_a_host_died_is_drawn_again_with_what_is_drawn_beside_it():
+def test_what_was_sampled_before_a_host_died_is_sampled_again_with_what_is_sampled_beside_it():
     asked, failures = [], []
 
     def generate(problems, sampling, *, responses_per_prompt, seed):

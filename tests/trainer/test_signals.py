@@ -208,7 +208,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def main():
     ThreadPoolExecutor().submit(time.sleep, 1000)  # as a call that runs on the devices
-    print("begun", end="")
+    print("started", end="")
     signal.raise_signal(signal.SIGINT)
 
 run_command(main)
@@ -217,4 +217,4 @@ run_command(main)
 
 def test_a_command_that_is_interrupted_ends_at_once_with_one_line():
     ended = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, timeout=300)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "begun", "stopped\n")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "started", "stopped\n")

@@ -31,7 +31,7 @@ def episodes(*, split: bool) -> tuple[RolloutBatch, dict[str, np.ndarray]]:
     token_ET = rng.integers(1, 400, (6, 72)).astype(np.int32)
     fields = {name: rng.normal(size=(6, 72)).astype(np.float32) for name in POLICY}
     fields |= {"old_logp": fields["old_logp"] - 6, "ref_logp": fields["ref_logp"] - 6}
-    turn_T = np.where(np.arange(72) % 15 >= 9, np.arange(72) // 15, -1)  # nine tokens are said, six are drawn
+    turn_T = np.where(np.arange(72) % 15 >= 9, np.arange(72) // 15, -1)  # nine tokens are said, six are sampled
     rows = [
         (episode, own)
         for episode, count in enumerate(turns)

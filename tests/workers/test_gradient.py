@@ -338,9 +338,9 @@ def test_where_no_token_ends_a_response_all_run_to_their_limit(one_device) -> No
         return actor.generate_sequences(problems, Sampling(), responses_per_prompt=2, seed=3)
 
     mask_BT = np.asarray((before := generated(workers["actor"])).sequences.mask_BT)
-    drawn = np.asarray(before.sequences.token_BT)[mask_BT]
+    sampled = np.asarray(before.sequences.token_BT)[mask_BT]
     ends = embedded_tokenizer()
-    ends.eos_token = ends.convert_ids_to_tokens(int(np.bincount(drawn).argmax()))
+    ends.eos_token = ends.convert_ids_to_tokens(int(np.bincount(sampled).argmax()))
     settings = config()
     endless = replace(settings, rollout=replace(settings.rollout, sampling=Sampling(ignore_eos=True)))
     assert stop_tokens(settings, ends) == (ends.eos_token_id,)

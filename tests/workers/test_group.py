@@ -212,12 +212,12 @@ class Trainer:
 class Writer:
     """A rollout group that notes which weights it was sent, all in the splits that it asked for.
 
-    `begun` tells that it generates, which ends as `end` is set.
+    `started` tells that it generates, which ends as `end` is set.
     """
 
     def __init__(self):
         self.received, self.splits, self.fetched = [], "splits", {}
-        self.begun, self.end = threading.Event(), threading.Event()
+        self.started, self.end = threading.Event(), threading.Event()
         self.end.set()
 
     @worker_method(ONE_TO_ALL)
@@ -245,7 +245,7 @@ class Writer:
 
     @worker_method(ONE_TO_ALL)
     def generate_sequences(self, *, versions):
-        self.begun.set()
+        self.started.set()
         assert self.end.wait(PATIENCE_S)
         return f"rollout of version {versions}"
 
@@ -287,10 +287,10 @@ def test_weights_come_while_others_draw_and_are_loaded_after_them(queues, beside
     trainer, writer = Trainer(), Writer()
     actor = apart(trainer, writer, queues, beside)
     actor.generate_sequences().result(PATIENCE_S)
-    writer.begun.clear()
+    writer.started.clear()
     writer.end.clear()
     drawing = actor.snapshot(waiting=2).generate_sequences()
-    assert writer.begun.wait(PATIENCE_S)
+    assert writer.started.wait(PATIENCE_S)
     actor.update_actor()
     later = actor.snapshot(waiting=2)
     beside.submit(lambda *_: None, "nobody", "wait").result(PATIENCE_S)  # behind the fetch
@@ -305,8 +305,8 @@ def test_a_rollout_group_that_came_back_with_other_splits_has_the_newest_weights
 ):
     trainer, writer = Trainer(), Writer()
     actor = apart(trainer, writer, queues, beside)
-    begun, waiting = actor.snapshot(waiting=2), actor.snapshot(waiting=2)
-    assert begun.generate_sequences().result(PATIENCE_S)[-1] == "0"
+    started, waiting = actor.snapshot(waiting=2), actor.snapshot(waiting=2)
+    assert started.generate_sequences().result(PATIENCE_S)[-1] == "0"
     actor.update_actor()
     writer.splits = "fewer"
     actor.send_again()

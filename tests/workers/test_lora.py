@@ -74,11 +74,11 @@ def spread(workers) -> None:
     """Adapters as they are after some training: the same on any devices, and nowhere zero."""
     rng = np.random.default_rng(3)
     for worker in workers:
-        drawn = jax.tree.map(
+        sampled = jax.tree.map(
             lambda leaf: jax.device_put(0.2 * rng.standard_normal(leaf.shape, np.float32), leaf.sharding),
             worker.adapters.tree,
         )
-        worker.adapters.tree = drawn
+        worker.adapters.tree = sampled
 
 
 def gradients(workers) -> list[np.ndarray]:

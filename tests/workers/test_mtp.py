@@ -26,7 +26,11 @@ SETTINGS = SFT(examples_per_update=16)
 def built(*, has_mtp=True, **training):
     scratch = from_config.scratch_config
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(from_config, "scratch_config", lambda *_, **how: replace(scratch(*_, **how), mtp="output" if has_mtp else None))
+        patch.setattr(
+            from_config,
+            "scratch_config",
+            lambda *_, **how: replace(scratch(*_, **how), mtp="output" if has_mtp else None),
+        )
         sizes = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
         settings = Config(
             name="mtp",

@@ -144,7 +144,7 @@ def test_a_second_moment_in_bfloat16_follows_gradients_that_rounding_to_the_near
     nu = np.float32(large.state[0].nu["weight"])
     assert large.state[0].nu["weight"].dtype == large.state[0].mu["weight"].dtype == jnp.bfloat16
     assert nu.mean() == pytest.approx(1 - 0.999**500, rel=5e-3)
-    assert len(set(nu)) > 1, "entries are drawn apart"
+    assert len(set(nu)) > 1, "entries are sampled apart"
     small = moments_after(0.01, large, 0, 500)
     np.testing.assert_allclose(np.float32(small.state[0].nu["weight"]).mean(), nu.mean() * 0.999**500, rtol=1e-2)
 

@@ -77,42 +77,42 @@ def in_rounds(loaded, sampling: Sampling, scales, *, complete: int = 1, due: int
     return rounds
 
 
-def test_a_request_goes_on_as_if_it_had_drawn_its_first_tokens_itself(loaded):
+def test_a_request_goes_on_as_if_it_had_sampled_its_first_tokens_itself(loaded):
     engine, sampling = loaded(1.0, 0), Sampling(min_tokens=3)
     asked = [Request(number, prompt) for number, prompt in enumerate(PROMPTS)]
     expected = engine.generate(asked, sampling, seed=SEED)
     assert {len(one.tokens) for one in expected} > {16}  # some stop, and some are cut
-    for drawn in (1, 2, 7):
-        going = [(ask, end) for ask, end in zip(asked, expected, strict=True) if len(end.tokens) > drawn]
+    for sampled in (1, 2, 7):
+        going = [(ask, end) for ask, end in zip(asked, expected, strict=True) if len(end.tokens) > sampled]
         rest = engine.generate(
-            [Request(ask.request_id, ask.prompt_tokens + end.tokens[:drawn], sampled=drawn) for ask, end in going],
+            [Request(ask.request_id, ask.prompt_tokens + end.tokens[:sampled], sampled=sampled) for ask, end in going],
             sampling,
             seed=SEED,
         )
-        assert [one.tokens for one in rest] == [end.tokens[drawn:] for _, end in going]
+        assert [one.tokens for one in rest] == [end.tokens[sampled:] for _, end in going]
         assert [one.truncated for one in rest] == [end.truncated for _, end in going]
         for one, (_, end) in zip(rest, going, strict=True):
-            np.testing.assert_allclose(one.logps, end.logps[drawn:], atol=1e-5)
+            np.testing.assert_allclose(one.logps, end.logps[sampled:], atol=1e-5)
 
 
-def test_a_stop_text_reaches_back_over_tokens_that_were_drawn_before(loaded):
+def test_a_stop_text_reaches_back_over_tokens_that_were_sampled_before(loaded):
     engine = loaded(1.0, 0)
     request = Request(3, PROMPTS[0])
     [free] = engine.generate([request], Sampling(), seed=SEED)
     stop = letters(free.tokens[2:6])
     [expected] = engine.generate([replace(request, stop_texts=(stop,))], Sampling(), seed=SEED)
     assert expected.stop_text == stop and len(expected.tokens) < len(free.tokens)
-    drawn = len(expected.tokens) - 2
-    prompt = request.prompt_tokens + expected.tokens[:drawn]
-    [rest] = engine.generate([Request(3, prompt, sampled=drawn, stop_texts=(stop,))], Sampling(), seed=SEED)
-    assert (rest.tokens, rest.stop_text, rest.truncated) == (expected.tokens[drawn:], stop, False)
+    sampled = len(expected.tokens) - 2
+    prompt = request.prompt_tokens + expected.tokens[:sampled]
+    [rest] = engine.generate([Request(3, prompt, sampled=sampled, stop_texts=(stop,))], Sampling(), seed=SEED)
+    assert (rest.tokens, rest.stop_text, rest.truncated) == (expected.tokens[sampled:], stop, False)
 
 
-@pytest.mark.parametrize("drawn", [-1, 3, 16])
-def test_a_request_cannot_have_drawn_its_whole_prompt_or_all_that_it_may(drawn, loaded):
-    prompt = (1,) * (3 if drawn == 3 else 40)
-    with pytest.raises(Refusal, match=f"sampled={drawn} of request 2.*at most 16"):
-        loaded(1.0, 0).generate([Request(2, prompt, sampled=drawn)], Sampling(), seed=SEED)
+@pytest.mark.parametrize("sampled", [-1, 3, 16])
+def test_a_request_cannot_have_sampled_its_whole_prompt_or_all_that_it_may(sampled, loaded):
+    prompt = (1,) * (3 if sampled == 3 else 40)
+    with pytest.raises(Refusal, match=f"sampled={sampled} of request 2.*at most 16"):
+        loaded(1.0, 0).generate([Request(2, prompt, sampled=sampled)], Sampling(), seed=SEED)
 
 
 def test_rounds_of_one_policy_draw_what_it_draws_at_once(loaded):
@@ -135,10 +135,10 @@ def test_each_token_is_as_likely_as_the_policy_of_its_round_says(loaded):
     assert max(len({*row[chosen].tolist()}) for row, chosen in zip(version_BT, mask_BT, strict=True)) == 3
     assert (version_BT[~mask_BT] == -1).all()
     for version, scale in enumerate(scales):
-        drawn_BT = version_BT == version
+        sampled_BT = version_BT == version
         logp_BT = teacher(scale, sequences.token_BT)
-        np.testing.assert_allclose(last.rollout.sampler_logp_BT[drawn_BT], logp_BT[drawn_BT], atol=1e-5)
-        others = logp_BT[mask_BT & ~drawn_BT] - last.rollout.sampler_logp_BT[mask_BT & ~drawn_BT]
+        np.testing.assert_allclose(last.rollout.sampler_logp_BT[sampled_BT], logp_BT[sampled_BT], atol=1e-5)
+        others = logp_BT[mask_BT & ~sampled_BT] - last.rollout.sampler_logp_BT[mask_BT & ~sampled_BT]
         assert np.abs(others).max() > 0.1
 
 
@@ -161,7 +161,7 @@ def test_a_round_ends_with_enough_groups_or_when_those_that_are_due_are_complete
     assert not none.ended_B.any() and none.tokens == 0
 
 
-def test_what_tokens_were_drawn_among_goes_on_with_them():
+def test_what_tokens_were_sampled_among_goes_on_with_them():
     sampling = Sampling(top_k=3)
     engine = load(build(slots=8, most_kept=3), 1.0, 0)
     expected = whole(engine, sampling)

@@ -147,7 +147,7 @@ def test_rollouts_may_be_scored_in_another_order_and_beside_others_of_the_same_t
     for answer in (2, 0):
         scores = setting.reward.compute_reward(problems(answer=answer), rollouts[answer])
         assert scores.score_B.tolist() == expected(answer)
-    until(lambda: len(setting.noted()) == 18)  # each once: those of the second rollout were begun, and not asked for
+    until(lambda: len(setting.noted()) == 18)  # each once: those of the second rollout were started, and not asked for
 
 
 def test_a_rollout_that_fails_leaves_nothing_in_the_way(setting):
