@@ -307,7 +307,8 @@ def test_a_first_prompt_that_is_too_long_fails_only_its_episode(loop, engine):
 
 def test_invalid_tool_schemas_fail_only_their_episode(loop, engine, monkeypatch):
     opening = Future()
-    opening.set_result(Opening([{"role": "user", "content": "?"}], [{"type": "function", "function": {"name": "f"}}] * 2))
+    tools = [{"type": "function", "function": {"name": "f"}}] * 2
+    opening.set_result(Opening([{"role": "user", "content": "?"}], tools))
     monkeypatch.setattr(EnvironmentPool, "start", lambda *_: opening)
     [record] = run(loop, engine, problems(1), copies=1).episodes.records
     assert record.stop == "environment_error" and "two tools have the name 'f'" in record.failure

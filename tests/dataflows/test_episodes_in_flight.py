@@ -1,4 +1,4 @@
-"""Groups of episodes in flight: a step takes those that arrived, and holds what arrived beyond it for the next."""
+"""Groups of episodes in flight: a step takes the groups that arrived, and keeps the rest for the next step."""
 
 from dataclasses import replace
 

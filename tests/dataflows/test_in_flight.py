@@ -1,4 +1,4 @@
-"""Groups in flight: which of them a step takes, which go on, and what begins in their place."""
+"""Groups in flight: groups that a step takes, groups that continue, and groups that start in their place."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -78,7 +78,7 @@ class Actor:
             column = sampled.rollout.sequences.length_B[rows]
             sampled.rollout.sequences.mask_BT[rows, column] = True
             sampled.rollout.sequences.length_B[rows] += 1
-        for group, one in enumerate(problems):  # a round goes on until enough are complete
+        for group, one in enumerate(problems):  # a round continues until enough groups are complete
             if sampled.complete_P.sum() < complete:
                 sampled.ended_B[group * COPIES : (group + 1) * COPIES] = True
                 self._left.pop(one.prompt_id, None)

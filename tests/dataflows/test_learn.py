@@ -1,5 +1,5 @@
 """Algorithms learn the smallest task there is, from each of three seeds, docs/algorithms.md's own as well; further ones
-from one seed. The slow tier has the first seed of those that differ most in what they are learnt from."""
+from one seed. The slow tier has the first seed of the algorithms that learn from different signals."""
 
 import json
 import random

@@ -125,7 +125,7 @@ class Roles(Made):
 
 
 def trained(algorithm, columns=COMPACT, scores=SCORES, order=None, outside=0.0) -> Trained:
-    """One step on responses whose chosen tokens lie in these columns, in one update over all of them.
+    """One step on responses whose chosen tokens are in these columns, in one update over all of them.
 
     Args:
       order: Order of the rows, prompt-major by itself.

@@ -1,6 +1,6 @@
 """VAPO: what a critic-and-imitation step makes of a rollout.
 
-It learns in `dataflows/test_learn.py`, and is killed and goes on in `runs/test_resume_algorithms.py`.
+It learns in `dataflows/test_learn.py`, and is killed and resumed in `runs/test_resume_algorithms.py`.
 """
 
 from dataclasses import replace

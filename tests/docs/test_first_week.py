@@ -39,7 +39,7 @@ def free_port() -> str:
 
 @contextmanager
 def going_on(command: str, folder: Path, environment: dict[str, str]):
-    """A command that goes on until Ctrl-C: what it prints first."""
+    """A command that runs until Ctrl-C; yields its first line."""
     with subprocess.Popen(shlex.split(command), cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as one:
         assert one.stdout is not None
         try:

@@ -125,7 +125,7 @@ def test_responses_are_those_of_one_device(kind, sizes):
 
 
 def turns(engine: Engine):
-    """A response that is kept, and one to what goes on from it."""
+    """A response that is kept, and a response to its continuation."""
     prompt = tuple(range(4, 25))
     ended = engine.generate([Request(0, prompt, keep=True, max_tokens=5)], Sampling(), seed=1)
     longer = Request(1, (*prompt, *ended[0].tokens[:3], *range(5, 20)), max_tokens=5)

@@ -170,7 +170,7 @@ def test_what_is_kept_goes_when_others_need_its_room_or_it_is_released_or_weight
 
 
 def test_conversations_that_fill_all_slots_leave_each_other_theirs(engine, monkeypatch):
-    """Prompts go on one after another here, so that each finds a slot while others still wait."""
+    """Prompts continue one after another here, so that each finds a slot while others still wait."""
     most = engine.prefill.most
     monkeypatch.setattr(engine.prefill, "most", lambda kind: 1 if kind.known_bits else most(kind))
     before, completions = engine.prefill.reused_tokens, turns(engine, keep=True)

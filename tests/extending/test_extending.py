@@ -1,6 +1,6 @@
 """The algorithm of docs/algorithms.md in a file of the user's own, word for word: settings, plan, and refusals.
 
-It learns in `dataflows/test_learn.py`; it dies and goes on in `runs/test_resume_algorithms.py`.
+It learns in `dataflows/test_learn.py`; it is killed and resumed in `runs/test_resume_algorithms.py`.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""A role that a user's file adds: built, placed, trained, saved, shown and planned like those that are here."""
+"""A role that a user's file adds: built, placed, trained, saved, shown and planned like the built-in roles."""
 
 import io
 from contextlib import redirect_stdout

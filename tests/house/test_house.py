@@ -66,7 +66,7 @@ RULES = {
     house_rules.vague_names: [*MODULES, *PROGRAMS],
     house_rules.retired_words: [*MODULES, *(path for path in PROGRAMS if path not in WORD_LISTS)],
     house_rules.unclear_docstrings: [*MODULES, *PROGRAMS],
-    house_rules.dialect: [*MODULES, *PROGRAMS],
+    house_rules.dialect: [*MODULES, *PROGRAMS, *TESTS],
     house_rules.front_door_logic: [PACKAGE / "__init__.py", *FRONT_DOORS],
 }
 """Rules of single files, and the files that they are for."""

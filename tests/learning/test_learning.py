@@ -108,7 +108,7 @@ def test_the_notebook_runs_and_as_a_whole_learns(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Its cold start is the one that README's job has just made, and takes a minute: it goes on from there.
+    # Its cold start equals that of README's job, which takes a minute: the notebook continues from a copy.
     assert cold_start_of("grpo_arithmetic") == cold_start_of("ppo_arithmetic")
     shutil.copytree(readmes_job(*SHORT)[0] / "cold_start", tmp_path / "runs/quickstart/cold_start")
     notebook = nbformat.read(ROOT / "notebooks/quickstart.ipynb", as_version=4)

@@ -21,7 +21,7 @@ from jaxrlhf.sharding.rules import TRAIN, shardings
 from tests.models.test_families import hidden_states, packed, program, tokens
 
 FIRST = list({(KINDS[kind][0], "num_experts" in KINDS[kind][1]): kind for kind in reversed(RECENT)}.values())
-"""The first kind of each family, and of those that are both the first with experts."""
+"""The first kind of each family, and the first kind with experts of families that have both."""
 
 
 @pytest.fixture(scope="module")

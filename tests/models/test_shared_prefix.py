@@ -90,7 +90,7 @@ def test_results_and_gradients_are_those_of_each_sequence_alone() -> None:
 
 
 def test_long_prompts_attend_once_for_all_their_responses() -> None:
-    """Several prompts lie in one row, with padding behind them; a window counts positions and not places.
+    """Several prompts are in one row, with padding behind them; a window counts positions and not places.
 
     Responses see a part of their prompt.
     """

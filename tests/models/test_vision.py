@@ -94,7 +94,7 @@ def test_logits_of_packed_rows(checkpoint):
 @every_kind
 @pytest.mark.parametrize("chunk_tokens", [pytest.param(None, marks=pytest.mark.seeds), 8])
 def test_prefill_and_decoding(checkpoint, chunk_tokens):
-    """Prompts padded beside each other, whole and chunk by chunk; tokens behind images go on at their positions."""
+    """Prompts padded beside each other, whole and chunk by chunk; tokens behind images continue at their positions."""
     vision, config, params = checkpoint.vision, checkpoint.config, checkpoint.params
     sequences = [seeing.prompt(vision, 5, (0,), 3, (1,), 9), seeing.prompt(vision, 2, (1,)), seeing.prompt(vision, 11)]
     lengths = np.array([len(tokens) for tokens, _ in sequences], np.int32)

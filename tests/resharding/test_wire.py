@@ -247,7 +247,7 @@ def test_weights_that_the_source_deleted_before_they_were_taken_are_an_error(sou
 
 
 def test_weights_that_go_before_they_are_taken_are_offered_as_copies(source: Remote) -> None:
-    """As those that are offloaded right after the offer."""
+    """As arrays that are offloaded right after the offer."""
     layout, exchange = here(1, 1, 4), Exchange(limit_s=LIMIT_S)
     for carrier in ("direct", "host"):
         source.tell("make_as_wanted", 1)

@@ -1,4 +1,4 @@
-"""`placement='auto'`: a run plans for the devices that are there, and goes on with its plan."""
+"""`placement='auto'`: a run plans for the devices that are there, and resumes with its plan."""
 
 import json
 from collections.abc import Callable
@@ -178,7 +178,7 @@ def test_an_evaluation_takes_the_plan_of_its_run(tmp_path, capsys, slow_devices)
 @pytest.mark.slow
 @pytest.mark.usefixtures("programs", "undrawn")
 def test_a_run_that_goes_on_keeps_its_plan(tmp_path, capsys, slow_devices):
-    """With a cold start; gone on with after two steps, and evaluated."""
+    """With a cold start; resumed after two steps, and evaluated."""
     config = auto(tmp_path / "run", hardware=slow_devices, steps=2)
     assert run(config).finished
     shown = capsys.readouterr().out

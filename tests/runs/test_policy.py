@@ -384,7 +384,7 @@ def contents(directory: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_not_described_by_settings_that_trained_nothing(workdir, capsys):  # the last: it goes on
+def test_a_finished_run_is_not_described_by_settings_that_trained_nothing(workdir, capsys):  # the last test
     config = replace(get_config(), steps=4, workdir=str(workdir))
     before, metrics = ((workdir / name).read_bytes() for name in ("config.json", "metrics.jsonl"))
     hotter = replace(config.actor, optimizer=replace(config.actor.optimizer, learning_rate=0.5))

@@ -155,7 +155,7 @@ def live_bytes() -> dict[int, int]:
 def host_reads() -> Iterator[list[Any]]:
     """Shapes of the arrays that were read into host memory within the block.
 
-    A transfer guard sees no reads on CPU devices, where an array already lies in host memory,
+    A transfer guard sees no reads on CPU devices, where an array is already in host memory,
     so this counts where arrays are converted to numpy, by users or inside `jax.device_put`. One
     conversion may count more than once.
     """

@@ -6,7 +6,7 @@ reads requests, one a line: JSON with a file for what a program prints, one for 
 
     SIGNAL MOMENT COUNT ARGUMENTS OF jaxrlhf.train
 
-as a list, or an empty SIGNAL for a program that goes on to its end. It answers with the exit code. Each program is a
+as a list, or an empty SIGNAL for a program that runs to its end. It answers with the exit code. Each program is a
 fork of this process, which has imported everything and started no device: seconds of each.
 
 MOMENT is a place that the run reaches again and again; the signal comes the COUNT-th time:

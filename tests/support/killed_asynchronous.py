@@ -1,4 +1,4 @@
-"""Runs at a staleness: each whole, and each killed and gone on with; some killed at five moments.
+"""Runs at a staleness: each whole, and each killed and resumed; some killed at five moments.
 
     python killed_asynchronous.py FOLDER [NAME ...]
 
@@ -39,7 +39,7 @@ class Death:
     Attributes:
       moment: `generate`, tokens of the collection that this step begins are sampled; `update`, a gradient of the actor
         is computed and not applied yet; `log`, the step is written down and not saved; `write`, half of the responses
-        that wait or go on is in its checkpoint; `commit`, that is complete but for its last rename.
+        that wait or continue is in its checkpoint; `commit`, that is complete but for its last rename.
       count: The so many-th time of the moment within the step.
     """
 

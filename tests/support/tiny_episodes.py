@@ -11,7 +11,7 @@ from jaxrlhf.config import Config, Environment, Generated, Rewards, Rollout
 
 
 def conversations(split: str, count: int, seed: int) -> list[dict]:
-    """Records that `Talks` goes on from, with pauses that differ."""
+    """Records that `Talks` continues, with pauses that differ."""
     return [{"prompt": str(number), "turns": 3, "pause_s": 0.01 * (number % 3)} for number in range(count)]
 
 

@@ -51,7 +51,7 @@ class Log:
 
 
 class Roles:
-    """Actor, reward and reference; the update goes on, on a thread, until the step's responses are written down."""
+    """Actor, reward and reference; the update runs on a thread until the step's responses are written."""
 
     def __init__(self, events: list, written: threading.Event, fails_at: int | None) -> None:
         self.actor = self.reward = self.reference = self.timeline = self
@@ -194,7 +194,7 @@ def test_whoever_asks_to_stop_loses_no_step(asked_in):
 
 @dataclass(frozen=True)
 class Dynamic(GRPO):
-    """Learns from some of the groups that it drew, as dynamic sampling does."""
+    """Learns from some of the groups that it sampled, as dynamic sampling does."""
 
     collect = staticmethod(
         lambda roles, work: replace(responses(roles, work), generated_scores={0: 0.5, 7: 1.0, 8: nan})
@@ -310,7 +310,7 @@ FROM_TENSORSTORE = ValueError("RESOURCE_EXHAUSTED: Failed to write: No space lef
 
 
 class FileLog(PhaseLog):
-    """A stage's log that lets the made-up update go on."""
+    """A stage's log that lets the made-up update continue."""
 
     def __init__(self, directory: Path, written: threading.Event) -> None:
         super().__init__(directory, steps=2, first_step=0)

@@ -1,4 +1,4 @@
-"""Responses that go on: the same draws in however many rounds, and each token of the policy of its round."""
+"""Responses that continue: the same tokens in any number of rounds, each token sampled by the policy of its round."""
 
 from dataclasses import replace
 from functools import partial

@@ -42,7 +42,7 @@ def test_a_tower_moves_by_its_own_learning_rate(rate):
 
 
 def test_room_for_images_is_in_a_checkpoint():
-    """A picture in a strip of other room is rounded otherwise, so a run that goes on has to have what there was."""
+    """A picture in a strip of other room is rounded otherwise, so a resumed run needs the same strips."""
 
     def worker(role, *room):
         made = object.__new__(TrainedWorker)
