@@ -53,7 +53,7 @@ def not_compiled():
 
 
 def inside(rejection, log_ratio):
-    """Which tokens of one response a rejection keeps."""
+    """Return the mask of the tokens of one response that a rejection keeps."""
     if not log_ratio:
         return []
     estimate = {

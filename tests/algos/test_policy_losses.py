@@ -232,7 +232,7 @@ def gspo_ratio(log_ratio, segment):
 
 
 def ratio_of(log_ratio, segment=None):
-    """Of one row, which is one sequence unless segments are given."""
+    """Return the ratios of one row; the row is one sequence unless segments are given."""
     rest = 401 - len(log_ratio)
     ids = np.pad(segment or [1] * len(log_ratio), (0, rest)).astype(np.int32)
     return np.asarray(gspo_ratio(np.pad(np.float32(log_ratio), (0, rest))[None], ids[None]))[0, : len(log_ratio)]

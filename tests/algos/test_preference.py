@@ -19,7 +19,7 @@ _RECORDED = {
     "smoothed": 0.6944589005102156,
     "ipo": 26.83857783687434,
 }
-"""Of rows 0, 1, 2 of the recorded inputs against rows 3, 4, 5, with beta 0.1, by OpenRLHF's loss classes."""
+"""Losses of rows 0, 1, 2 of the recorded inputs against rows 3, 4, 5, with beta 0.1, by OpenRLHF's loss classes."""
 CHOSEN, REJECTED = np.float64([0.3, -2.0, 5.0, 0.0]), np.float64([0.1, 1.0, -4.0, 0.0])
 MARGIN = np.float64([0.0, 0.5, 2.0, 1.0])
 SAFE, UNSAFE = np.array([True, False, True, True]), np.array([False, False, True, False])

@@ -121,7 +121,7 @@ def test_sequences_of_an_episode_are_in_one_minibatch():
 
 
 class Played:
-    """Every role of a step on four episodes, of which the limit of turns ended the second; all scores differ."""
+    """Every role of a step on four episodes; the limit of turns ended the second; all scores differ."""
 
     def __init__(self, rollout):
         self._rollout, self.updates = rollout, []

@@ -74,7 +74,7 @@ def guessing(folder) -> Callable[[int], Pretrained]:
 
 
 def run(config: Config, workdir: Path) -> list[dict]:
-    """The metrics of a run, of which no step compiles after the first that trains the policy."""
+    """The metrics of a run; no step compiles after the first that trains the policy."""
     assert jaxrlhf.run(replace(config, workdir=str(workdir))).finished
     logged = records(workdir / "metrics.jsonl")
     resting = getattr(config.algorithm, "critic_warmup_steps", 0)

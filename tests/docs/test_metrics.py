@@ -18,7 +18,7 @@ STANDS_FOR = {  # what the page leaves open in a name
 
 
 def names(page: str) -> list[str]:
-    """Of the metrics that the rows of the table explain."""
+    """Return the names of the metrics in the rows of the table."""
     firsts = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     return [name for cell in firsts for name in re.findall("`(.+?)`", re.sub(r"\(.*?\)", "", cell))]
 

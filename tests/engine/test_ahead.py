@@ -60,7 +60,7 @@ def engine():
 
 @pytest.fixture
 def events(engine, monkeypatch):
-    """What was dispatched (`decode`, `insert`, ...) and what was read, in order."""
+    """Log of dispatches (`decode`, `insert`, ...) and reads, in order."""
     events: list[str] = []
     run, read = engine.compiled.run, SlotBook.read
 

@@ -125,7 +125,7 @@ def test_a_cache_holds_the_window_in_layers_that_have_it():
 
 
 def turns(engine: Engine, *, keep: bool, cut: int):
-    """Three turns of three conversations, the last tokens of each reply of which are told otherwise."""
+    """Three turns of three conversations, with other last tokens of each reply than were sampled."""
     rng = np.random.default_rng(2)
     conversations, completions = [tuple(rng.integers(4, 32, n).tolist()) for n in (21, 30, 26)], []
     for turn in range(3):
@@ -149,7 +149,7 @@ def test_conversations_go_on_where_the_window_is_there_and_are_run_whole_where_i
 
 
 def test_what_a_ring_lost_is_never_gone_on_from():
-    """Every beginning of a response of which a token's window is gone: brute force over positions that are there."""
+    """Every first part of a response that has lost a token's window: brute force over positions that are there."""
     for length in range(1, 60):
         contents = PrefixCache(slots=1, ring=Ring(ENTRIES, WINDOW, ahead=2 * DISPATCH))
         contents._content[0] = _Content(0, np.arange(length), 1, parked=True)

@@ -47,7 +47,7 @@ def engine(model=MODEL, **options):
 
 @pytest.fixture(scope="module")
 def rollout(params):
-    """Ten responses in five slots to four prompts, most of which several share; lengths differ."""
+    """Ten responses in five slots to four prompts, most of them shared by several; lengths differ."""
     sampler = engine(records_routing=True)
     sampler.load(params, version=0)
     rng = np.random.default_rng(0)

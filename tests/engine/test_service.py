@@ -32,7 +32,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def alone(engine):
-    """What each request gets by itself."""
+    """Completions of the requests, each run alone."""
     return [engine.generate([request], SAMPLING, seed=SEED)[0] for request in ASKED]
 
 

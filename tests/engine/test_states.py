@@ -79,7 +79,7 @@ def engine(config, sizes, **changes):
 
 
 def requests(**options):
-    """Nine prompts, two of which are of one length and one of which is as long as can be; two responses to each."""
+    """Nine prompts, two of one length and one of the greatest length; two responses to each."""
     rng = np.random.default_rng(3)
     prompts = [tuple(rng.integers(1, 96, size).tolist()) for size in (1, 2, 5, 17, 17, 23, 31, 39, LONGEST)]
     return [Request(10 * number + twin, prompt, **options) for number, prompt in enumerate(prompts) for twin in (0, 1)]

@@ -54,7 +54,7 @@ def pixels(image):
 
 
 def problem(number, *parts):
-    """Of a number of tokens, or the number and grid of an image, one after another."""
+    """Return a problem whose parts are numbers of tokens, or the number and grid of an image."""
     rng, tokens, images = np.random.default_rng(7), [], []
     for part in parts:
         if isinstance(part, int):

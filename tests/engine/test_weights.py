@@ -91,7 +91,7 @@ def donated_but(weights, *kept):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Of two versions of the weights, each in a stack."""
+    """Completions with two versions of the weights, each in a stack."""
     engine, found = new_engine({}), []
     for version in range(2):
         engine.load(weights_on(engine, seed=version), version)

@@ -1,6 +1,6 @@
 """GRPO finishes what a careless teacher left undone, with a mixture of experts and by adapters alone.
 
-As in `configs/grpo_arithmetic.py` with a smaller model: a supervised start imitates solutions of which most
+As in `configs/grpo_arithmetic.py` with a smaller model: a supervised start imitates solutions, and most of them
 stop one step early, and rewards tell that finishing pays. The slow tier shows that experts and adapters learn on
 smaller tasks, in `learning/test_experts.py` and `learning/test_lora.py`.
 """

@@ -31,7 +31,7 @@ def interpreted(monkeypatch):
 
 
 def softmax(score, sink=-np.inf):
-    """Weights of scores, of which a sink takes its share."""
+    """Weights of scores; a sink takes its share."""
     weight = np.exp(score - score.max())
     return weight / (weight.sum() + np.exp(sink - score.max()))
 

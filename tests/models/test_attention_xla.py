@@ -28,7 +28,7 @@ def as_one_chunk(query, key, value, segment):
 
 @pytest.mark.parametrize("attend", [attention_xla.attend_blocks, as_one_chunk])
 def test_scores_in_16_bits_are_off_by_chance_and_not_all_to_one_side(attend):
-    """Of two tokens the second's share of the first says how their scores differ; the root has no 16 bits."""
+    """Two tokens, whose scores differ by the second's share of the first; the root has no 16 bits."""
     query, key = np.random.default_rng(0).normal(size=(2, 3000, 2, 1, 96))
     query, key = jnp.asarray(query / 2, jnp.bfloat16), jnp.asarray(key, jnp.bfloat16)
     value = jnp.broadcast_to(jnp.eye(2)[:, None], (3000, 2, 1, 2))

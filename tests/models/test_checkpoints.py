@@ -213,7 +213,7 @@ def test_an_export_never_mixes_with_another(refused, source):
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [(), ("layers", "mlp")], ids=["whole", "layers-mlp"])
 def test_the_host_holds_one_tensor_at_a_time(large, axes):
-    """Of 90 tensors, most of which are stacked into few parameters."""
+    """A checkpoint of 90 tensors, most of them stacked into few parameters."""
     directory, config = large
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     rules = dict(zip(axes, ("a", "b"), strict=False))

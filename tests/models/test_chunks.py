@@ -35,14 +35,14 @@ def prefill(config, params, token_PS, length_P, **how):
 
 
 def of_tokens(result):
-    """What is there of the prompts and not of their padding."""
+    """Return the entries of tokens, without those of padding."""
     hidden_PD, key_LPSKH, value_LPSKU, *choice = map(np.asarray, jax.tree.leaves(result))
     return hidden_PD, key_LPSKH[:, REAL], value_LPSKU[:, REAL], [choice_PSLk[REAL] for choice_PSLk in choice]
 
 
 @pytest.fixture(scope="module")
 def whole():
-    """Of each model, its parameters and its prompts run at once."""
+    """Parameters of each model, and the result of its prompts run at once."""
 
     @functools.cache
     def run(config):

@@ -49,7 +49,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def whole():
-    """What one device computes, once for each kind."""
+    """Results of one device, computed once for each kind."""
     known = {}
 
     def of(kind):
@@ -107,7 +107,7 @@ ROWS, WIDTH = 2, 1024
 
 @pytest.mark.parametrize("context", [4, pytest.param(8, marks=pytest.mark.seeds)])
 def test_heads_are_exchanged_and_no_token_is_gathered(context):
-    """Of each layer queries, keys, values and results: forward, once more where computed again, and backward."""
+    """Each layer exchanges queries, keys, values and results: forward, once more where computed again, and backward."""
     text = compiled(WIDE, (("context", context),), rows=ROWS, width=WIDTH).as_text()
     found = collectives(text, {"context": context})
     heads, keys = {4: (16, 4), 8: (16, 8)}[context]

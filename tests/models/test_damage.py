@@ -28,7 +28,7 @@ TENSOR = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Of a checkpoint of several files: their contents by name, and the name of the file that has `TENSOR`."""
+    """Files of a checkpoint: their contents by name, and the name of the file that has `TENSOR`."""
     directory = write(tmp_path_factory.mktemp("sharded"), build("qwen2"), max_shard_size="20KB")
     contents = {file.name: file.read_bytes() for file in directory.iterdir()}
     return contents, json.loads(contents[INDEX])["weight_map"][TENSOR]
@@ -137,7 +137,7 @@ def test_an_index_that_is_none(refused, files, tmp_path, content):
 
 
 def test_a_tensor_of_the_index_that_nothing_needs_may_be_missing(files, tmp_path):
-    """As of tied weights, whose head some writers list and do not write."""
+    """Some writers list the head of tied weights and do not write it."""
     contents, victim = files
     for name, kept in contents.items():
         (tmp_path / name).write_bytes(kept)
@@ -176,7 +176,7 @@ def test_adapters_without_their_model_say_where_they_go(tmp_path):
 
 @pytest.mark.parametrize("named", [("tool_use",), ("rag", "tool_use"), ()])
 def test_named_chat_templates_go_with_the_description(tmp_path, named):
-    """As transformers writes them: without, tools would be shown by another template than in training."""
+    """Templates as transformers writes them: without them, tools would be shown as in no training."""
     tokenizer = embedded_tokenizer()
     default = "{% for message in messages %}{{ message.content }}{% endfor %}"
     templates = {"default": default} | {name: f"{name} {{{{ tools }}}}" for name in named}

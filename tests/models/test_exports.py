@@ -1,4 +1,4 @@
-"""What other loaders make of our exports: every tensor is found once, and the model says what ours says."""
+"""Exports in other loaders: every tensor is found once, and the outputs equal ours."""
 
 import json
 

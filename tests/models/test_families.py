@@ -1,4 +1,4 @@
-"""What families differ in, against itself: stages, devices, shared prompts and a cache do not change a number."""
+"""Families compared with themselves: stages, devices, shared prompts and a cache do not change a number."""
 
 import dataclasses
 import functools

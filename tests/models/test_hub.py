@@ -32,7 +32,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def contents(source, tmp_path, monkeypatch):
-    """What a hub that is asked in this test has."""
+    """Contents of the hub of a test."""
     files = {file.name: file.read_bytes() for file in source.iterdir()}
     contents = tiny_hub.Contents({MODEL: {"main": files}})
     server = tiny_hub.serve(contents)

@@ -21,7 +21,7 @@ def formula(input_D, scale_D):
 
 
 def differences(function, array, step=1e-6):
-    """Of `sum(change * function)` by every entry of the array."""
+    """Return the differences of `sum(change * function)` by every entry of the array."""
     slope = np.zeros_like(array)
     for place in np.ndindex(array.shape):
         moved = np.zeros_like(array)

@@ -78,7 +78,7 @@ def alone(module, *sequences: list[int]) -> np.ndarray:
 
 
 def logp(model, params, token_RW, position_RW, segment_RW) -> np.ndarray:
-    """Of every token, by what workers call."""
+    """Return the log-probability of every token, by the functions that workers call."""
 
     def read(params, *rows):
         return token_logp(params, model, hidden_states(params, model, *rows).hidden_RWD, rows[0]).logp

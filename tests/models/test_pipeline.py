@@ -41,7 +41,7 @@ def rows():
 
 
 def of(mesh):
-    """How the workers lay out parameters and rows, and what they pass to `hidden_states`."""
+    """Return the layouts of parameters and rows, and the execution, as workers choose them."""
     pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=WEIGHT_AXES)
     execution = models.Execution(remat=True, mesh=mesh, row_axes=BATCH_AXES, pipeline=pipeline)
     return shardings(mesh, DIMS, TRAIN), NamedSharding(mesh, PartitionSpec(BATCH_AXES)), execution
@@ -98,7 +98,7 @@ def test_kernels_run_on_the_heads_and_rows_of_a_stage_device(params, rows, expec
 
 @pytest.mark.slow
 def test_half_precision(params, rows, expected):
-    """As far from float32 as half precision is on one device; XLA:CPU once aborted here."""
+    """Half precision differs from float32 no more than on one device; XLA:CPU once aborted here."""
     layout, row_sharding, execution = of(mesh_of({"data": 2, "stage": 2}, jax.devices()[:4]))
     program = gradient(execution=replace(execution, dtype=jnp.bfloat16))
     _, many_RW = program(jax.device_put(params, layout), jax.device_put(rows, row_sharding))

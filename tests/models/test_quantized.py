@@ -25,7 +25,7 @@ quantize = jax.jit(module.quantize, static_argnums=1)
 
 
 def levels_of(kind):
-    """Of 8 bits, and the quantiles of a normal distribution that QLoRA takes: 8 below zero, 7 above, the last at 1."""
+    """Return the levels of 8 bits, or the quantiles of QLoRA: 8 below zero, 7 above, the last at 1."""
     if kind == "int8":
         return np.arange(-128, 128) / 127.5
     last = 0.9677083

@@ -26,7 +26,7 @@ FIRST = list({(KINDS[kind][0], "num_experts" in KINDS[kind][1]): kind for kind i
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Of each kind, the model of transformers, its directory, and ours read from it."""
+    """Model of transformers of each kind, its directory, and ours read from it."""
 
     @functools.cache
     def of(kind):
@@ -93,7 +93,7 @@ def test_sequences_that_share_their_prompt_are_whole_ones(checkpoint, kind):
 
 @pytest.mark.parametrize("kind", tiered(FIRST, fast=(), slow=["deepseek-v3.2", "gemma3n"]))
 def test_chunks_and_a_cache_give_what_whole_rows_give(checkpoint, kind):
-    """Prompts in chunks, of which the last is cut short, then token by token."""
+    """Prompts in chunks, the last one shorter, then token by token."""
     _, _, config, params = checkpoint(kind)
     token_RW, length_R, each = tokens(), np.array([11, 7, 3, 10], np.int32), np.arange(4)
 

@@ -1,4 +1,4 @@
-"""Checkpoints that see or hear, of which the text part is read: the same logits, and exports of text alone."""
+"""Checkpoints that see or hear, read as their text part: the same logits, and exports of text alone."""
 
 import json
 

@@ -41,7 +41,7 @@ def tables(params):
 
 
 def poisoned(params):
-    """The same model if nobody looks at what pads its tables."""
+    """Return the parameters with large numbers in the padding of their tables."""
     for table in tables(params):
         assert table.shape == (112, 32) and not table[VOCAB:].any()
     noise = {name: params[name].at[VOCAB:].set(50.0) for name in ("embed", "head") if name in params}

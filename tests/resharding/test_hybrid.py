@@ -1,4 +1,4 @@
-"""What a switch of layouts moves: the paper's formula, the paper's groups, and the compiled programs."""
+"""Bytes that a switch of layouts moves: the paper's formula, the paper's groups, and the compiled programs."""
 
 import math
 from fractions import Fraction

@@ -86,7 +86,7 @@ def test_equal_layouts_share_their_buffers() -> None:
 
 
 def test_part_of_a_tree_with_mixed_dtypes() -> None:
-    """As with adapters: some parts, absent ones, integers beside floats of two widths."""
+    """Trees as with adapters: some parts, absent ones, integers beside floats of two widths."""
     mesh = mesh_of({"data": 2, "tensor": 2, "micro_tensor": 2}, jax.devices())
     dims = {
         "a": {"down": ("embed", None), "up": (None, "mlp")},

@@ -1,4 +1,4 @@
-"""What devices hold while weights are switched: nothing twice in one dtype, and at most one bucket beside it."""
+"""Memory of devices while weights are switched: nothing twice in one dtype, and at most one bucket beside it."""
 
 import math
 from collections.abc import Iterator
@@ -106,7 +106,7 @@ FAST = {("refining", "float32", 1), ("stages", "float16", 3), ("not-refining", "
 def test_with_temporaries_a_switch_takes_the_larger_layout_and_a_bucket(
     name: str, dtype: str, leaves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model's own parameters, which are gathered along their second and third dimension."""
+    """Parameters of a model, gathered along their second and third dimension."""
     layout = LAYOUTS[name]
     alike = model_engine(layout, dtype=dtype)
     trees = map(jax.tree.leaves, (alike.generation_shapes, alike.train, alike.generate))

@@ -57,7 +57,7 @@ class Remote:
 
 
 def together(remotes: list[Remote], verb: str, *arguments: Any) -> list[Any]:
-    """The same call in every process of a pool at once, as SPMD programs need it."""
+    """Make the same call in every process of a pool at once, as SPMD programs need it."""
     for remote in remotes:
         remote.send(verb, *arguments)
     return [remote.reply() for remote in remotes]
@@ -95,7 +95,7 @@ def here(*sizes: int) -> dict[str, Any]:
 
 
 def bytes_lacked(layout: dict[str, Any]) -> int:
-    """Of one device: the whole of its shards, since it has none of the new weights."""
+    """Return the bytes that one device lacks: all of its shards, since it has none of the new weights."""
     total = 0
     for name, array in values(0).items():
         size = array.dtype.itemsize
@@ -247,7 +247,7 @@ def test_weights_that_the_source_deleted_before_they_were_taken_are_an_error(sou
 
 
 def test_weights_that_go_before_they_are_taken_are_offered_as_copies(source: Remote) -> None:
-    """As arrays that are offloaded right after the offer."""
+    """The arrays are offloaded right after the offer."""
     layout, exchange = here(1, 1, 4), Exchange(limit_s=LIMIT_S)
     for carrier in ("direct", "host"):
         source.tell("make_as_wanted", 1)

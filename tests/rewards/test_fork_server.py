@@ -55,7 +55,7 @@ def test_the_logged_output_of_an_import_is_bounded(tmp_path, fails):
 
 @pytest.mark.parametrize("after", ["end", "value"])
 def test_a_stopped_fork_server_is_replaced(tmp_path, monkeypatch, after):
-    """Whether it owes the end of a process or a new process. The next one may load for longer than a fork may take."""
+    """The server owes the end of a process, or a new process. The next one may load for longer than a fork may take."""
     monkeypatch.setattr(workers, "SERVER_S", 1.0)
     monkeypatch.setattr(workers, "GRACE_S", 1.0)
     code = """

@@ -56,7 +56,7 @@ def test_a_run_that_was_killed_again_and_again_is_equal_to_the_last_bit(name, fo
 
 
 def assert_equal(workdir: Path, other: Path) -> None:
-    """The same metrics, samples and evaluations, and the same bits of all that the last checkpoint holds in arrays."""
+    """Assert that metrics, samples, evaluations and the arrays of the last checkpoint are equal bit by bit."""
     assert numbers(workdir / "metrics.jsonl") == numbers(other / "metrics.jsonl")
     for file in ("samples.jsonl", "evaluation.jsonl"):
         assert (workdir / file).read_bytes() == (other / file).read_bytes()

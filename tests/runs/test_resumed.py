@@ -106,7 +106,7 @@ def checkpoint(tmp_path):
     path = tmp_path / "here"
     path.mkdir()
     (path / "config.json").write_text('{"rope_theta": 1e4}')
-    (path / "model.safetensors").write_bytes(bytes(range(256)) * 64_000)  # 16 MB, of which a quarter is looked at
+    (path / "model.safetensors").write_bytes(bytes(range(256)) * 64_000)  # 16 MB; a quarter is compared
     trained(tmp_path / "run", replace(adapting(None), model=Pretrained(str(path))))
     describe_start(tmp_path / "run", replace(adapting(None), model=Pretrained(str(path))))
     return path

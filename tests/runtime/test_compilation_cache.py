@@ -1,4 +1,4 @@
-"""What one process compiled the next one loads, and the user's settings decide where it lies."""
+"""Compiled programs on disk: the next process loads them, and the user's settings decide where they are."""
 
 import ast
 import json
@@ -33,7 +33,7 @@ print(json.dumps({"row": row, "touched": touched, "counter": (counter.count, cou
 
 
 def process(**settings: str) -> dict:
-    """What a process with these environment variables says of its cache; by default nobody chose anything."""
+    """Return what a process with these environment variables prints about its cache."""
     ours = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=ours | settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What was freed is the system's again."""
+"""Freed memory returns to the system."""
 
 import ctypes
 from pathlib import Path

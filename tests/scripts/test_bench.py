@@ -23,7 +23,7 @@ from scripts.benchmarks import workload as bench
 
 MODULE = sys.executable, "-m"
 TAIL = replace(bench.PRESETS["tail"], vocab=1024)
-"""As deep and wide: what layers add to the stream must not change how often a response ends."""
+"""Model as deep and wide as the real one: what layers add to the stream must not change how often a response ends."""
 
 
 def log_probabilities(place, token_RW):

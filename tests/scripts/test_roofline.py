@@ -1,4 +1,4 @@
-"""What the roofline counts: by hand on tiny sizes, by enumeration, and beside XLA's count."""
+"""Counts of the roofline: by hand on tiny sizes, by enumeration, and beside XLA's count."""
 
 from itertools import product
 

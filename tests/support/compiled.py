@@ -1,4 +1,4 @@
-"""What a compiled program moves between devices, what devices hold, and what touches the host."""
+"""Counts of a compiled program: bytes between devices, bytes on devices, and transfers to the host."""
 
 import itertools
 import math
@@ -107,7 +107,7 @@ def _ranges(name: str, size: int, listed: list[tuple[str, str, str]]) -> list[tu
 
 
 def _parts(size: int, ranges: list[tuple[int, int]]) -> list[tuple[int, bool]]:
-    """An axis as a product of factors, each of which is inside one of the ranges or outside all."""
+    """An axis as a product of factors, each inside one of the ranges or outside all."""
     bounds = sorted({1, size, *(bound for bounds in ranges for bound in bounds)})
     return [
         (high // low, any(start <= low and high <= end for start, end in ranges))

@@ -45,7 +45,7 @@ def algorithm_of(name: str) -> Algorithm:
 
 
 def config_of(name: str) -> Config:
-    """8 x 4 responses a step, of which about half have a digit and earn something, and some a letter and cost."""
+    """8 x 4 responses a step; about half have a digit and earn something, and some have a letter and cost."""
     tiny = get_config()
     return replace(
         tiny,

@@ -119,7 +119,7 @@ def imported_packages(path: Path) -> set[str]:
 
 
 def front_door_logic(path: Path) -> list[str]:
-    """What a room's `__init__.py` does beyond a docstring, imports, literals and a lazy `__getattr__`."""
+    """Statements of a room's `__init__.py` beyond a docstring, imports, literals and a lazy `__getattr__`."""
     found = []
     for node in _tree(path).body:
         text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -288,7 +288,7 @@ def _target(name: str, files: dict[str, Path]) -> str | None:
 
 
 def _strongly_connected(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of nodes each of which leads to all others of its group, by reachability."""
+    """Groups of nodes in which each node leads to all others, by reachability."""
     reach = {name: _reachable(name, graph) for name in graph}
     groups = {
         frozenset(other for other in reach[name] if name in reach[other]) | {name}

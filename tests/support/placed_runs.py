@@ -58,7 +58,7 @@ def run(workdir: Path, **placement: Any) -> Path:
 
 
 def assert_same_numbers(workdir: Path, expected: Path) -> None:
-    """The same responses and scores, and metrics that differ by rounding alone."""
+    """Assert that responses and scores are equal, and that metrics differ by rounding alone."""
     for name in ("samples.jsonl", "evaluation.jsonl"):
         mine, theirs = records(workdir / name), records(expected / name)
         # A draw depends on the request alone. One that falls on the very edge between two tokens could go

@@ -62,12 +62,12 @@ def cases() -> dict[str, Config]:
 
 
 def split_rows(config: Config) -> Config:
-    """The same with the tokens of each row on two devices."""
+    """Return the configuration with the tokens of each row on two devices."""
     return replace(config, devices=2, actor=replace(config.actor, layout=Layout(context=2)))
 
 
 def with_drafts(config: Config) -> Config:
-    """The same with responses long enough to repeat themselves, few at once, and every draft verified."""
+    """Return the configuration with responses long enough to repeat themselves, few slots, and every draft verified."""
     Speculation._width = drafted.widest
     sizes = {"slots": 8, "max_response_tokens": 24, "decode_tokens_per_dispatch": 4}
     return replace(

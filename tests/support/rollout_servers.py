@@ -1,7 +1,7 @@
 """Made-up servers with the interfaces of vLLM 0.32.0 and SGLang 0.5.23, which run transformers on what they are sent.
 
 vLLM's are in `vllm/entrypoints/`: `openai/completion/protocol.py`, `scale_out/token_in_token_out/protocol.py`,
-`serve/dev/` and `rl/online/api_router.py`; what a reload does to a module of which a part is missing is in
+`serve/dev/` and `rl/online/api_router.py`; what a reload does to a module without one of its parts is in
 `vllm/model_executor/model_loader/reload/layerwise.py`. SGLang's are in `sglang/srt/`: `managers/io_struct.py`,
 `entrypoints/http_server.py`, `model_executor/model_runner_components/weight_updater.py` and, for experts,
 `state_capturer/routed_experts.py`.

@@ -23,7 +23,7 @@ SHAPES = {"layers": jax.ShapeDtypeStruct((8, 16), jnp.float32), "table": jax.Sha
 
 
 def build() -> dict[str, jax.Array]:
-    """Weights of which every element is another."""
+    """Weights whose elements are all different."""
     return {name: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape) for name, x in SHAPES.items()}
 
 

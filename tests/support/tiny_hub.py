@@ -13,12 +13,12 @@ Files = dict[str, bytes]
 
 @dataclass
 class Contents:
-    """What a hub has, how it misbehaves, and what it was asked for.
+    """Contents of a hub, its faults, and the requests that it got.
 
     Attributes:
       repositories: Files by repository and branch, tag or commit; that of a data set begins with `datasets/`.
       gated: Repositories whose files need a login, and the status without one.
-      torn: Files of which half is sent.
+      torn: Files that are sent by half.
       asked: Method and path of every request so far.
       users: Names by token: who may make and write repositories under their name.
       private: Repositories that were made so.
@@ -151,10 +151,10 @@ def serve(contents: Contents) -> ThreadingHTTPServer:
 
 
 def commit_of(files: Files) -> str:
-    """Of a state of a repository, forty hexadecimal digits."""
+    """Return the commit of a state of a repository, forty hexadecimal digits."""
     return hashlib.sha1(b"".join(name.encode() + content for name, content in sorted(files.items()))).hexdigest()
 
 
 def etag(content: bytes) -> str:
-    """Of a file."""
+    """Return the entity tag of a file."""
     return hashlib.sha1(content).hexdigest()

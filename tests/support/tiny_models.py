@@ -21,7 +21,7 @@ DECODER = ModelConfig(
     num_kv_heads=2,
     head_dim=8,
 )
-"""What tests need beside this they replace."""
+"""Small decoder; tests replace the fields that they need otherwise."""
 
 SMALL = ModelConfig(
     family="qwen3",
@@ -71,7 +71,7 @@ def sharp(config, seed=3, deviation=0.2):
 
 @functools.partial(jax.jit, static_argnums=1)
 def logits(params, config, token_RW):
-    """Of rows that hold one sequence each."""
+    """Return the logits of rows that hold one sequence each."""
     position_RW = jnp.broadcast_to(jnp.arange(token_RW.shape[1]), token_RW.shape)
     hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, jnp.ones_like(token_RW)).hidden_RWD
     return models.logits(params, config, hidden_RWD)

@@ -1,4 +1,4 @@
-"""A whole run small enough for tests: seconds, most of which XLA spends on compiling.
+"""A whole run small enough for tests: seconds, most of them spent on compiling.
 
 Also a configuration file: `python -m jaxrlhf.train --config tests/support/tiny_runs.py`.
 """

@@ -51,7 +51,7 @@ GENERATED: dict[str, Spec] = {"layers": (None, "tensor"), "bias": (), "scale": (
 
 
 def in_place(tree: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> bool:
-    """Whether every shard of this process holds the very bits that belong there."""
+    """Return whether every shard of this process has the expected bits."""
     return all(
         np.asarray(shard.data).tobytes() == np.ascontiguousarray(expected[name][shard.index]).tobytes()
         for name, array in tree.items()
@@ -60,7 +60,7 @@ def in_place(tree: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> boo
 
 
 class Peer:
-    """What the process can be told to do."""
+    """Process that offers and receives weights as it is told."""
 
     def __init__(self) -> None:
         self.reach_at("127.0.0.1")

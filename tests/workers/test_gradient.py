@@ -227,7 +227,7 @@ def of_prompts(batch: Experience, *, responses: int, tokens: int = 40) -> Experi
 
 
 def of_nobody(batch: Experience) -> Experience:
-    """The same sequences, which nothing says to have a prompt in common."""
+    """Return the sequences without the information that they share prompts."""
     return replace(batch, batch=replace(batch.batch, prompt_id_B=np.arange(len(batch.weight_BT))))
 
 

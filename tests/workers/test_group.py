@@ -145,7 +145,7 @@ def test_closing_waits_for_what_runs(timeline):
 
 
 class Elsewhere(RemoteValue):
-    """A value of which it is known whether it was brought here."""
+    """A value that records whether it was brought here."""
 
     def __init__(self, value):
         self.value, self.loaded = value, 0

@@ -1,4 +1,4 @@
-"""What a process of a pool keeps, and what it lets go of."""
+"""Memory of a process of a pool: what is kept, and what is freed."""
 
 import weakref
 from collections.abc import Iterator

@@ -12,7 +12,7 @@ from jaxrlhf.algos import policy_objective
 
 
 def own_objective(output, mask_BT, weight_BT, fields, settings):
-    """As a configuration file may define one."""
+    """Objective as a configuration file may define it."""
     return weight_BT * output.logp, {}
 
 
@@ -42,7 +42,7 @@ def scaled(by: float):
 
 
 def brought_anew(function: FunctionType) -> FunctionType:
-    """As a host unpickles a function of a configuration file, which it cannot import."""
+    """Return the function as a host unpickles it, which cannot import the configuration file."""
     return FunctionType(function.__code__, function.__globals__, function.__name__)
 
 

@@ -1,4 +1,4 @@
-"""What waits in host memory, by role and by phase: counted as live bytes on the devices."""
+"""Parts in host memory, by role and by phase: counted as live bytes on the devices."""
 
 import gc
 from dataclasses import replace
@@ -33,7 +33,7 @@ def config_of(devices: int, dtype: str, offload: tuple[str, ...], **layout: int)
 
 
 def on_devices(worker, part: str) -> int:
-    """Bytes of a part of a model in the memory of one device, each of which holds as much."""
+    """Bytes of a part of a model in the memory of one device; all devices hold as much."""
     leaves = jax.tree.leaves(worker.trees[part].tree)
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves if leaf.sharding.memory_kind == "device")
 

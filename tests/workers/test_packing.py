@@ -163,7 +163,7 @@ def test_every_token_is_placed_in_one_microbatch_alone(monkeypatch: pytest.Monke
 
 
 def apart_of(sequences: Sequences) -> Sequences:
-    """The same sequences as if each had a prompt of its own."""
+    """Return the sequences with a separate prompt each."""
     return Sequences(sequences.token_BT, sequences.length_B, sequences.mask_BT, np.arange(len(sequences.length_B)))
 
 
@@ -346,7 +346,7 @@ def test_a_microbatch_is_no_longer_than_its_prompts_and_the_longest_responses_to
         (rows,) = packing.rows()
         assert rows.token_RW.shape[1] <= width[longest_response]
         np.testing.assert_array_equal(packing.unpack(packing.pack(sequences.token_BT)), sequences.token_BT)
-    # Two prompts of at most 79 tokens, the last of which each of eight responses has for itself, in whole 64s.
+    # Two prompts of at most 79 tokens, whose last token each of eight responses has for itself, in whole 64s.
     assert width == {None: 1200, 40: 512, 119: 960}
 
 

@@ -1,4 +1,4 @@
-"""Which processes trace a step, and where to."""
+"""Traces of a step: the processes that write them, and where."""
 
 from dataclasses import replace
 from pathlib import Path

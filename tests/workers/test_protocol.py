@@ -152,7 +152,7 @@ def test_minibatches_are_cut_inside_and_not_apart() -> None:
 
 
 def test_minibatches_of_unequal_rows_are_each_cut_by_themselves() -> None:
-    # As forked episodes make them, some of which have more sequences than others.
+    # As forked episodes make them; some have more sequences than others.
     minibatches = [Experience.of(batch(count), np.zeros((count, 3)), {}) for count in (5, 7)]
     parts = [rows((minibatches,), part=part, parts=2)[0] for part in (0, 1)]
     found = [[one.sequences.prompt_id_B.tolist() for one in part] for part in parts]
@@ -201,7 +201,7 @@ def test_rows_of_one_batch_are_cut_like_minibatches_of_their_own_and_without_the
 
 
 class Elsewhere(protocols.RemoteValue):
-    """Parts of a value in other processes, and which of them were asked for."""
+    """Parts of a value in other processes, and the parts that were asked for."""
 
     def __init__(self, value, rows) -> None:
         self.value, self._rows, self.asked = value, rows, []

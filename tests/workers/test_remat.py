@@ -1,4 +1,4 @@
-"""Whether layers are computed again: as configured, or by what the device has room for."""
+"""Choice of rematerialization: as configured, or by what the device has room for."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -48,7 +48,7 @@ def built(setting: str = "auto", **how) -> Builder:
 
 
 def on_accelerator(roles: PoolRoles, memory: int | None) -> PoolRoles:
-    """The same, as a device sees it that says how much memory it has, or does not."""
+    """Return the roles on a device that reports its memory, or reports none."""
     stats = None if memory is None else {"bytes_limit": memory, "bytes_in_use": 5}
     device = SimpleNamespace(platform="gpu", process_index=0, memory_stats=lambda: stats)
     names = ("config", "roles", "training", "mesh", "model_of", "weights", "widest_row", "execution", "dtype")

@@ -73,7 +73,7 @@ def assert_same(found, expected) -> None:
 
 
 def between_replicas(found: list[Collective], worker) -> list[Collective]:
-    """Those by which anything gets from one replica to another."""
+    """Return the collectives that move anything between replicas."""
     assert worker.mesh.axis_names[0] == "data"
     devices = worker.mesh.devices.size // REPLICAS
     return [each for each in found if any(len({at // devices for at in group}) > 1 for group in each.groups)]

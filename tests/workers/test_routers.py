@@ -58,7 +58,7 @@ SETTINGS = SFT(examples_per_update=16)
 
 
 def gradient(worker, batch=None, objective=nll_objective, settings=SETTINGS):
-    """As arrays by path, and the sums of all microbatches."""
+    """Return the gradient as arrays by path, and the sums of all microbatches."""
     found, sums = worker.gradient(batch or experience(), objective, settings)
     totals = {name: sum(float(part[name]) for part in sums) for name in sums[0]}
     leaves = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(found)}
