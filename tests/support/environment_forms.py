@@ -143,7 +143,7 @@ class Account:
         """Adds interest.
 
         Args:
-            percent: Of what there is.
+            percent: Share that is added.
         """
         await asyncio.sleep(0.01)
         self.money += self.money * percent // 100
