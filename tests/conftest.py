@@ -21,11 +21,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"  # torch's second thread, and that of numpy's BLAS, would spin while it has no work
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing of one test reaches another, or the user's own cache
-if "EXP_CACHE" in os.environ:
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true"
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["EXP_CACHE"]
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
 # Tests run a program once or twice, so what counts is how long it compiles: LLVM leaves machine code as it comes, and
 # fusions go through XLA:CPU's older emitters instead of a pipeline of MLIR's each. That is half of all processor time.
 # XLA's own passes, which decide what is computed, stay; before the older emitters they make loops of scatters. One
