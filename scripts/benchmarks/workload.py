@@ -119,12 +119,9 @@ def add_flags(
     """Add flags for the workload, its sizes, and the folder of checkpoints."""
     parser.add_argument("--workload", choices=choices, default=workload)
     parser.add_argument("--preset", choices=PRESETS, help="preset of the model; by default the workload's")
-    for name, what in (
-        ("prompts", "prompts of a step"),
-        ("responses", "responses to a prompt"),
-        ("prompt-tokens", "tokens of a prompt"),
-        ("new-tokens", "tokens of a response"),
-    ):
+    sizes = {"prompts": "prompts of a step", "responses": "responses to a prompt"}
+    sizes |= {"prompt-tokens": "tokens of a prompt", "new-tokens": "tokens of a response"}
+    for name, what in sizes.items():
         parser.add_argument(f"--{name}", type=int, help=f"{what}; by default the workload's")
     parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
 

@@ -5,7 +5,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 FLOORS = {
@@ -267,15 +267,14 @@ def _docstrings(node: ast.AST) -> Iterator[tuple[str, int]]:
             yield value.value, statement.lineno
 
 
-def _prose(path: Path) -> Iterator[tuple[str, int]]:
+@cache
+def _prose(path: Path) -> list[tuple[str, int]]:
     """Docstrings and comments of a file, without the names of code in them, each with its line."""
-    for node in _nodes(path):
-        for text, line in _docstrings(node):
-            yield _CODE.sub("", text), line
+    found = [(text, line) for node in _nodes(path) for text, line in _docstrings(node)]
     with path.open("rb") as file:
-        for token in tokenize.tokenize(file.readline):
-            if token.type == tokenize.COMMENT:
-                yield _CODE.sub("", token.string), token.start[0]
+        tokens = [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
+    found += [(token.string, token.start[0]) for token in tokens]
+    return [(_CODE.sub("", text), line) for text, line in found]
 
 
 def _module(path: Path, package: Path) -> str:

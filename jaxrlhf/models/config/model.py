@@ -25,7 +25,7 @@ from jaxrlhf.models.config.vision import Vision
 
 
 MtpInput = Literal["output", "normed"]
-"""What a layer that predicts the second next token reads to predict the third: its output, or its output normalized."""
+"""Input of a layer that predicts the second next token, when it predicts the third: its output, or that normalized."""
 
 
 @dataclass(frozen=True)
