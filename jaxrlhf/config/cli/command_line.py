@@ -48,9 +48,9 @@ def on_cluster(flags: Namespace) -> list[str]:
 def run_command(main: Callable[[], None]) -> None:
     """Run a command: a `Refusal` ends it with one line on stderr and exit code 2, Ctrl-C with one line and code 130.
 
-    A missing package that an extra installs is treated like a `Refusal`. A closed standard stream is an empty one. If a reader of standard output such as `head`
-    closes the pipe early, the command ends with code 1 and no message. Any other error keeps its traceback; with
-    JAXRLHF_DEBUG=1 a refusal does too.
+    A missing package that an extra installs is treated like a `Refusal`. A closed standard stream is an empty one. If a
+    reader of standard output such as `head` closes the pipe early, the command ends with code 1 and no message. Any
+    other error keeps its traceback; with JAXRLHF_DEBUG=1 a refusal does too.
     """
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # text of a model may not fit the terminal's encoding
@@ -77,7 +77,7 @@ def _open_closed_streams() -> None:
     """Open the null device in place of standard streams that are closed, as by `>&-` in a shell."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for the life of the process
 
 
 def _check_files() -> None:

@@ -236,6 +236,8 @@ def _mix_token(
     """Mix one token of every slot, `W = 1`; the state of slots that do not work stays unchanged."""
     before_BSKY = jnp.swapaxes(state.input_BKSY, 1, 2)
     convolved_B1KY = convolve_one(projected.input_RWKY, weights.kernel_KYT, before_BSKY, weights.bias_KY)
+    # Otherwise XLA for GPUs fuses norms with concatenations of the convolution, and fails to compile them.
+    convolved_B1KY = jax.lax.optimization_barrier(convolved_B1KY)
     steps = _steps(config, projected, convolved_B1KY)
     mixed_B1KGU, matrix_BKGXU = one_step(state.matrix_BKGXU, steps, corrects=config.groups is None)
     newest_BK1Y = jnp.swapaxes(projected.input_RWKY, 1, 2).astype(state.input_BKSY.dtype)

@@ -23,7 +23,6 @@ from jaxrlhf.models.config.pattern import (
 from jaxrlhf.models.config.rope import RopeScaling, YarnRope
 from jaxrlhf.models.config.vision import Vision
 
-
 MtpInput = Literal["output", "normed"]
 """Input of a layer that predicts the second next token, when it predicts the third: its output, or that normalized."""
 

@@ -3,8 +3,8 @@
     x_i = W [norm(embed(t_{i+1})), norm(h_i)]      g_i = norm(layer(x_1, ..., x_i))      t_{i+2} ~ softmax(head g_i)
 
 with the decoder's hidden states h after its final norm, and its embedding and head. To predict more tokens, the layer
-reads in place of h its own output, before the norm or after, as `ModelConfig.mtp` says. The token after a prompt is not known when the prompt is run, and differs between the
-responses of a group: zeros take the place of its embedding.
+reads in place of h its own output, before the norm or after, as `ModelConfig.mtp` says. The token after a prompt is not
+known when the prompt is run, and differs between the responses of a group: zeros take the place of its embedding.
 
 Source: DeepSeek-AI 2024 (DeepSeek-V3, arXiv:2412.19437), section 2.2. That the embedding comes before h, and that h has
 passed the final norm, is as in vLLM, which drafts with published checkpoints (deepseek_mtp.py and deepseek_v2.py in
