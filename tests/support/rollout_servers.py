@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("experts",))
 """Matrices that vLLM has in one parameter."""
+_LOADING = threading.Lock()
+"""Held by a thread that loads a model: `from_pretrained` replaces a method of all models for a while."""
 
 
 class RolloutServer(ThreadingHTTPServer):
@@ -74,7 +76,8 @@ class RolloutServer(ThreadingHTTPServer):
     def _build(self) -> None:
         kind = getattr(transformers, self.config.architectures[0])
         how = {"config": self.config, "dtype": torch.float32, "attn_implementation": "eager"}
-        self.model = kind.from_pretrained(None, state_dict=dict(self.tensors), **how).eval()
+        with _LOADING:
+            self.model = kind.from_pretrained(None, state_dict=dict(self.tensors), **how).eval()
 
     def seen(self, prompt, urls):
         """The prompt with a placeholder for each feature of its images, and the model's inputs for their pixels."""
