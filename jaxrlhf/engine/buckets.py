@@ -72,7 +72,7 @@ def busy_buckets(buckets: Sequence[int], lengths: Sequence[int], *, together: in
 
 
 FEWEST_SLOTS = 8
-"""Smallest number of slots of a replica; decoding fewer slots is hardly faster."""
+"""Smallest number of slots of a replica; each smaller number would be another program."""
 
 
 def slot_counts(most: int, *, fewest: int | None = None) -> tuple[int, ...]:

@@ -38,11 +38,12 @@ def ours(rows: int, models: Path) -> dict[str, Any]:
     policy = load_policy(str(model), sizes)
     records = chat.read_records(chat.records_file(WORKLOAD, models, model), count=WORKLOAD.prompts)
     prompts = [policy.tokenizer(record["text"], add_special_tokens=False)["input_ids"] for record in records]
-    requests = [Request(index, tuple(prompts[index // WORKLOAD.responses])) for index in range(rows)]
+    asked = [tuple(prompts[index // WORKLOAD.responses]) for index in range(rows)]
+    requests = [Request(index, prompt, stop_tokens=()) for index, prompt in enumerate(asked)]
     seconds = []
     for seed in range(TIMES + 1):
         start = time.perf_counter()
-        completions = policy.engine.generate(requests, Sampling(ignore_eos=True), seed=seed)
+        completions = policy.engine.generate(requests, Sampling(), seed=seed)
         seconds.append(time.perf_counter() - start)
         lengths = {len(completion.tokens) for completion in completions}
         if lengths != {WORKLOAD.new_tokens}:
