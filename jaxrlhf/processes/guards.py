@@ -158,7 +158,7 @@ class ProcessState:
 
     def restore(self) -> str:
         """Restore the other state; return a description of what cannot be restored, or an empty text."""
-        if len(sys.modules) < len(self._modules):
+        if len(sys.modules) < len(self._modules):  # emptied; comparing each module at every call would take too long
             sys.modules.update(self._modules | sys.modules)
         for setting, kept in self._kept:
             try:

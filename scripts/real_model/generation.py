@@ -87,6 +87,8 @@ def main() -> None:
             name: compare_peers.run(command, limit_s=flags.limit_s, settings={}) for name, command in commands.items()
         }
         print(rows, json.dumps(records), flush=True)
+        if failed := {name: record["failed"] for name, record in records.items() if "failed" in record}:
+            raise SystemExit(f"{rows} responses could not be measured, and nothing was written: {failed}")
         found["rows"][rows] = records
     compare_peers.write(flags.results / "generation.json", found)
     pages.renew(flags.docs / "benchmarks.md", {"generation": table(found)})

@@ -176,7 +176,7 @@ def test_adapters_without_their_model_say_where_they_go(tmp_path):
 
 @pytest.mark.parametrize("named", [("tool_use",), ("rag", "tool_use"), ()])
 def test_named_chat_templates_go_with_the_description(tmp_path, named):
-    """Templates as transformers writes them: without them, tools would be shown as in no training."""
+    """Templates as transformers writes them; without them, serving would show tools in another form than training."""
     tokenizer = embedded_tokenizer()
     default = "{% for message in messages %}{{ message.content }}{% endfor %}"
     templates = {"default": default} | {name: f"{name} {{{{ tools }}}}" for name in named}
